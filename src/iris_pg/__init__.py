@@ -1,0 +1,38 @@
+"""Collectives over a symmetric heap, moved by Triton kernels or by copy engines.
+
+The ``torch.distributed`` backend ``"iris"``, and the one-sided API under it. Importing this package registers the
+backend and does nothing else: what it names is imported on first use.
+"""
+
+from typing import TYPE_CHECKING, Any
+
+from iris_pg.backend import autoload
+
+if TYPE_CHECKING:
+    from iris_pg.context import Iris, iris
+    from iris_pg.errors import IrisError
+    from iris_pg.options import Options
+    from iris_pg.process_group import explain
+
+_WHERE = {
+    "Iris": "context",
+    "IrisError": "errors",
+    "Options": "options",
+    "explain": "process_group",
+    "iris": "context",
+}
+
+__all__ = ["Iris", "IrisError", "Options", "explain", "iris"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _WHERE:
+        raise AttributeError(f"module 'iris_pg' has no attribute {name!r}; it has {', '.join(__all__)}")
+    import importlib
+
+    value = getattr(importlib.import_module(f"iris_pg.{_WHERE[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+autoload()

@@ -1,0 +1,106 @@
+"""Checks of what users pass to collectives, before any byte moves. Pure; raises, or returns what the operation
+needs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from iris_pg.errors import ArgumentError, UnsupportedError
+
+
+def check_tensor(op: str, name: str, tensor: torch.Tensor) -> None:
+    """Raise unless ``tensor`` is a dense CPU tensor.
+
+    Raises:
+        ArgumentError: not a tensor, or sparse or another layout. UnsupportedError: on another device.
+    """
+    if not isinstance(tensor, torch.Tensor):
+        raise ArgumentError(f"{op}: {name} is {type(tensor).__name__}; it takes a torch.Tensor")
+    if tensor.layout is not torch.strided:
+        raise ArgumentError(f"{op}: {name} has layout {tensor.layout}; it takes a dense tensor (call .to_dense())")
+    if tensor.device.type != "cpu":
+        raise UnsupportedError(
+            f"{op}: {name} is on {tensor.device}; this version moves CPU tensors only; use backend nccl for CUDA "
+            "tensors"
+        )
+
+
+def check_output(op: str, name: str, tensor: torch.Tensor) -> None:
+    """Raise unless ``tensor`` can be written: every element has a place of its own.
+
+    Raises:
+        ArgumentError: an expanded or otherwise overlapping tensor. Also what :func:`check_tensor` raises.
+    """
+    check_tensor(op, name, tensor)
+    if not tensor.is_contiguous() and overlaps_itself(tensor):
+        raise ArgumentError(
+            f"{op}: {name} of size {tuple(tensor.size())} and stride {tensor.stride()} has elements that share memory "
+            "(an expanded "
+            "tensor?); an output needs memory for each element; pass a contiguous tensor"
+        )
+
+
+def overlaps_itself(tensor: torch.Tensor) -> bool:
+    """Return whether two elements may share memory; exact for views made by slicing, transposing and expanding."""
+    if tensor.numel() < 2:
+        return False
+    reach = 0  # elements spanned by the dimensions so far
+    for stride, size in sorted(zip(tensor.stride(), tensor.size(), strict=True)):
+        if size == 1:
+            continue
+        if stride <= reach:
+            return True
+        reach += (size - 1) * stride
+    return False
+
+
+def check_same_dtype(op: str, name: str, tensor: torch.Tensor, dtype: torch.dtype) -> None:
+    """Raise ArgumentError unless ``tensor`` has ``dtype``."""
+    if tensor.dtype != dtype:
+        raise ArgumentError(f"{op}: {name} has dtype {tensor.dtype} and the input {dtype}; they must be the same")
+
+
+def check_rank(op: str, name: str, rank: int, world: int) -> None:
+    """Raise ArgumentError unless ``rank`` is a rank of the group."""
+    if not 0 <= rank < world:
+        raise ArgumentError(
+            f"{op}: {name}={rank} is not a rank of this group; it takes 0..{world - 1} (ranks in the group)"
+        )
+
+
+def check_gathered(op: str, output: torch.Tensor, input: torch.Tensor, world: int) -> None:
+    """Raise ArgumentError unless ``output`` holds ``world`` inputs of its dtype, concatenated or stacked."""
+    check_tensor(op, "input", input)
+    check_output(op, "output", output)
+    check_same_dtype(op, "output", output, input.dtype)
+    if output.numel() != world * input.numel():
+        raise ArgumentError(
+            f"{op}: output of size {tuple(output.size())} has {output.numel()} elements; it takes {world} x "
+            f"{input.numel()} for "
+            f"{world} ranks and an input of size {tuple(input.size())}"
+        )
+
+
+def check_list(op: str, name: str, tensors: Sequence[torch.Tensor], world: int, dtype: torch.dtype) -> None:
+    """Raise unless ``tensors`` is one output of ``dtype`` for each rank."""
+    if len(tensors) != world:
+        raise ArgumentError(f"{op}: {name} has {len(tensors)} tensors; it takes one for each of the {world} ranks")
+    for i, tensor in enumerate(tensors):
+        check_output(op, f"{name}[{i}]", tensor)
+        check_same_dtype(op, f"{name}[{i}]", tensor, dtype)
+
+
+def check_overlap(op: str, output: torch.Tensor, input: torch.Tensor, own: int) -> None:
+    """Raise ArgumentError when contiguous ``input`` overlaps ``output`` anywhere but at byte ``own`` of it, exactly
+    (in place).
+    """
+    nbytes = input.numel() * input.element_size()
+    start = input.data_ptr() - output.data_ptr()
+    if start != own and -nbytes < start < output.numel() * output.element_size():
+        raise ArgumentError(
+            f"{op}: the input overlaps the output at byte {start}; it may only be this rank's own part, at byte {own} "
+            "(in place)"
+        )

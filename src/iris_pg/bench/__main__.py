@@ -1,0 +1,138 @@
+"""``python -m iris_pg.bench``: times collectives of several backends side by side.
+
+Run directly it starts its own ranks; under torchrun it uses the ranks it is given. Results are checked before the
+timing, and again after it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import faulthandler
+import json
+import os
+import re
+import sys
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+
+from iris_pg.bench import report, suite, timing
+from iris_pg.bench.launch import run_ranks
+from iris_pg.options import ENGINES
+
+_UNITS = {"": 0, "b": 0, "kib": 10, "mib": 20, "gib": 30}
+_SIZES = "4,1KiB,64KiB,256KiB,1MiB,4MiB,16MiB,64MiB"
+
+
+def parse_size(text: str) -> int:
+    """Return the bytes that "4", "64KiB" or "1 MiB" stands for; at least 1."""
+    match = re.fullmatch(r"\s*(\d+)\s*([a-z]*)\s*", text.lower())
+    if not match or match[2] not in _UNITS or not int(match[1]):
+        raise argparse.ArgumentTypeError(f"{text!r} is no size; it takes 4, 64KiB, 1MiB, 2GiB")
+    return int(match[1]) << _UNITS[match[2]]
+
+
+def _sizes(text: str) -> list[int]:
+    return [parse_size(part) for part in text.split(",")]
+
+
+def _names(*known: str):  # type: ignore[no-untyped-def]
+    def parse(text: str) -> list[str]:
+        names = [name.strip() for name in text.split(",")]
+        for name in names:
+            if known and name not in known:
+                raise argparse.ArgumentTypeError(f"{name!r}; it takes {', '.join(known)}, separated by commas")
+        return list(dict.fromkeys(names))
+
+    return parse
+
+
+def _positive(text: str) -> int:
+    if not text.isdigit() or not int(text):
+        raise argparse.ArgumentTypeError(f"{text!r}; it takes a positive integer")
+    return int(text)
+
+
+def parser() -> argparse.ArgumentParser:
+    """Return the command line."""
+    p = argparse.ArgumentParser("python -m iris_pg.bench", description=__doc__)
+    p.add_argument("operation", nargs="?", default="all_gather", choices=list(suite.OPERATIONS))
+    p.add_argument(
+        "--backends", type=_names(), default="iris,gloo", help="the last is the anchor of the ratios (%(default)s)"
+    )
+    p.add_argument("--engine", type=_names(*ENGINES), default="sdma", help="of iris; several by commas (%(default)s)")
+    p.add_argument(
+        "--memory", type=_names("ordinary", "heap"), default="ordinary,heap", help="iris outputs (%(default)s)"
+    )
+    p.add_argument("--sizes", type=_sizes, default=_SIZES, help="bytes per rank (%(default)s)")
+    p.add_argument("--ranks", type=_positive, default=2, help="when no launcher has started them (%(default)s)")
+    p.add_argument("--rounds", type=_positive, default=9, help="interleaved rounds (%(default)s)")
+    p.add_argument(
+        "--iterations", type=_positive, help="calls per contender and round (as many as take 40 ms, 3 to 1000)"
+    )
+    p.add_argument("--seed", type=int, default=0, help="of the data (%(default)s)")
+    p.add_argument(
+        "--deadline", type=float, default=900.0, help="seconds after which everything is killed (%(default)s)"
+    )
+    p.add_argument("--pin", action="store_true", help="keep each rank's main thread on a core of its own")
+    p.add_argument("--json", metavar="FILE", help="write the results there")
+    p.add_argument("--store", help=argparse.SUPPRESS)
+    return p
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run and return the exit status: 0, or 1 for a wrong result."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    args = parser().parse_args(arguments)
+    if "RANK" not in os.environ:
+        return run_ranks("iris_pg.bench", arguments, args.ranks, args.deadline)
+    faulthandler.dump_traceback_later(args.deadline, exit=True)
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo",
+        init_method=args.store or "env://",
+        rank=int(os.environ["RANK"]),
+        world_size=int(os.environ["WORLD_SIZE"]),
+        timeout=datetime.timedelta(seconds=min(args.deadline, 120)),
+    )
+    try:
+        return _run(args)
+    finally:
+        dist.destroy_process_group()
+        faulthandler.cancel_dump_traceback_later()
+
+
+def _run(args: argparse.Namespace) -> int:
+    rank, world = dist.get_rank(), dist.get_world_size()
+    groups = suite.open_groups(suite.contenders(args.backends, args.engine, args.memory))
+    anchor = list(groups)[-1].name
+    if args.pin:  # only now: threads that a backend has started stay free to run anywhere
+        cores = sorted(os.sched_getaffinity(0))
+        os.sched_setaffinity(0, {cores[rank % len(cores)]})
+    rows: list[suite.Row] = []
+    meter = timing.Meter()
+    how = dict(rounds=args.rounds, iterations=args.iterations, seed=args.seed)
+    try:
+        for nbytes in args.sizes:
+            rows += suite.run_size(suite.OPERATIONS[args.operation], groups, nbytes, **how)
+            if rank == 0:
+                print(f"{report.size_text(nbytes)} done", file=sys.stderr)
+    except suite.WrongResultError as error:
+        if rank == 0:
+            print(error, file=sys.stderr)
+        return 1
+    others = meter.others()
+    if rank == 0:
+        report.print_table(rows, world, anchor, others, sorted({c.note for c in groups if c.note}))
+        if args.json:
+            options = {name: value for name, value in vars(args).items() if name not in ("store", "json", "deadline")}
+            with open(args.json, "w") as file:
+                json.dump(report.document(rows, options, world, anchor, others), file, indent=1)
+                file.write("\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

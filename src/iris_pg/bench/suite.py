@@ -1,0 +1,238 @@
+"""What is measured: operations and contenders, each a row of a table, and how one size of one operation is run.
+
+The default group (gloo) only coordinates: every contender moves its bytes over a group of its own.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from iris_pg.bench import timing
+from iris_pg.options import Options
+
+Tensor = torch.Tensor
+
+FLOOR = "memcpy"
+_POISON = 0xA5  # fills outputs before a check, so a byte that is never written is seen
+_CHECKS = 3  # calls with different data before the timing, and again after it
+
+
+class WrongResultError(Exception):
+    """An operation gave other bytes than it should have; the message says which."""
+
+
+# Operations -----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Operation:
+    """One collective on bytes.
+
+    Args:
+        name: on the command line and in the report.
+        output_nbytes: (bytes per rank, world) -> bytes of the output.
+        received_nbytes: (bytes per rank, world) -> bytes that a rank gets from other ranks: what GB/s counts.
+        expected: (inputs of all ranks, rank) -> the right output.
+        call: (output, input, group) -> None; synchronous.
+    """
+
+    name: str
+    output_nbytes: Callable[[int, int], int]
+    received_nbytes: Callable[[int, int], int]
+    expected: Callable[[list[Tensor], int], Tensor]
+    call: Callable[[Tensor, Tensor, Any], None]
+
+
+# Its name since torch 2.13; the old one warns on every call there, which would be timed.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+OPERATIONS = {
+    operation.name: operation
+    for operation in (
+        Operation(
+            "all_gather",
+            output_nbytes=lambda n, world: world * n,
+            received_nbytes=lambda n, world: (world - 1) * n,
+            expected=lambda inputs, rank: torch.cat(inputs),
+            call=_all_gather,
+        ),
+    )
+}
+
+
+# Contenders -----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Contender:
+    """Something that can do an operation.
+
+    Args:
+        backend: of torch.distributed.
+        engine: of an iris group, else None.
+        memory: "ordinary" tensors, or outputs in the group's symmetric "heap".
+        largest_nbytes: larger sizes are left out, because of ``note``.
+        note: shown under the table.
+    """
+
+    backend: str
+    engine: str | None = None
+    memory: str = "ordinary"
+    largest_nbytes: int | None = None
+    note: str = ""
+
+    @property
+    def name(self) -> str:
+        """What it is called in the report."""
+        return " ".join(filter(None, (self.backend, self.engine, "heap" if self.memory == "heap" else "")))
+
+
+def contenders(backends: Sequence[str], engines: Sequence[str], memories: Sequence[str]) -> list[Contender]:
+    """Return a contender for each backend, and for iris one for each engine and kind of memory."""
+    found = []
+    for backend in backends:
+        if backend != "iris":
+            found.append(Contender(backend))
+            continue
+        for engine in engines:
+            for memory in memories:
+                if engine == "cu":
+                    note = "the cu engine runs in Triton's interpreter on CPUs: for its results, not its speed"
+                    found.append(Contender(backend, engine, memory, 64 << 10, note))
+                else:
+                    found.append(Contender(backend, engine, memory))
+    return found
+
+
+def open_groups(found: Sequence[Contender]) -> dict[Contender, Any]:
+    """Make a process group for each contender; contenders that differ in memory only share one. Collective."""
+    groups: dict[tuple[str, str | None], Any] = {}
+    for c in found:
+        if (c.backend, c.engine) not in groups:
+            options = Options(engine=c.engine) if c.engine else None
+            groups[c.backend, c.engine] = dist.new_group(backend=c.backend, pg_options=options)
+    return {c: groups[c.backend, c.engine] for c in found}
+
+
+# One size -------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of the report; times in microseconds."""
+
+    operation: str
+    contender: Contender | None  # None is the floor: one local copy of the same size
+    nbytes: int
+    rounds: int
+    calls: int
+    times: timing.Summary
+    gb_per_s: float
+    ratio: tuple[float, float, float] | None  # to the anchor: median, least and most over rounds; above 1 is faster
+
+
+class Data:
+    """Input bytes [n] that depend on rank, position and iteration."""
+
+    def __init__(self, nbytes: int, seed: int) -> None:
+        self.random = torch.randint(0, 256, (nbytes,), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed))
+
+    def of(self, rank: int, iteration: int) -> Tensor:
+        """Return the input of ``rank`` in ``iteration``: random bytes turned by one number and xored with another."""
+        turned = torch.roll(self.random, 7919 * rank + 104_729 * iteration)
+        return turned.bitwise_xor_((37 * rank + 11 * iteration + 1) % 256)
+
+
+def run_size(
+    operation: Operation,
+    groups: dict[Contender, Any],
+    nbytes: int,
+    *,
+    rounds: int,
+    iterations: int | None,
+    seed: int,
+) -> list[Row]:
+    """Check and time ``operation`` at ``nbytes`` per rank on every contender. Collective; all ranks get the same rows.
+
+    Args:
+        groups: the contenders; the last is the anchor of the ratios.
+        iterations: calls in a block; None chooses them from how long one takes.
+
+    Raises:
+        WrongResultError: on all ranks, when a byte is wrong on any.
+    """
+    rank, world = dist.get_rank(), dist.get_world_size()
+    data = Data(nbytes, seed)
+    input = data.of(rank, 0)
+    taking_part = {c: g for c, g in groups.items() if c.largest_nbytes is None or nbytes <= c.largest_nbytes}
+    outputs = {c: _output(c, g, operation.output_nbytes(nbytes, world)) for c, g in taking_part.items()}
+    try:
+        calls: dict[str, Callable[[], object]] = {FLOOR: _copy_call(torch.empty_like(input), input)}
+        for c, group in taking_part.items():
+            _check(operation, c, group, outputs[c], data, range(_CHECKS))
+            calls[c.name] = lambda output=outputs[c], group=group: operation.call(output, input, group)  # type: ignore[misc]
+        counts = {name: iterations or timing.calls_for(call) for name, call in calls.items()}
+        times = timing.measure(calls, rounds, counts)
+        for c, group in taking_part.items():
+            _check(operation, c, group, outputs[c], data, range(_CHECKS, 2 * _CHECKS))
+    finally:
+        for c, output in outputs.items():
+            if c.memory == "heap":
+                groups[c].transport.heap.free(output)
+
+    anchor = list(groups)[-1].name
+    received = operation.received_nbytes(nbytes, world)
+
+    def row(contender: Contender | None, name: str, moved: int) -> Row:
+        ratio = timing.ratio(times[anchor], times[name]) if contender and anchor in times else None
+        summary = times[name]
+        return Row(
+            operation.name, contender, nbytes, rounds, counts[name], summary, moved / summary.median / 1e3, ratio
+        )
+
+    return [*(row(c, c.name, received) for c in taking_part), row(None, FLOOR, nbytes)]
+
+
+def _output(contender: Contender, group: Any, nbytes: int) -> Tensor:
+    if contender.memory == "heap":
+        return group.transport.heap.empty(nbytes, dtype=torch.uint8)  # type: ignore[no-any-return]
+    return torch.empty(nbytes, dtype=torch.uint8)
+
+
+def _copy_call(to: Tensor, source: Tensor) -> Callable[[], object]:
+    """Return a call of C's memmove, which is what moves bytes on CPUs at best."""
+    arguments = ctypes.c_void_p(to.data_ptr()), ctypes.c_void_p(source.data_ptr()), ctypes.c_size_t(source.numel())
+    memmove = ctypes.CFUNCTYPE(ctypes.c_void_p, *map(type, arguments))(("memmove", ctypes.CDLL(None)))
+    keep = (to, source)
+    return lambda keep=keep: memmove(*arguments)  # type: ignore[misc]
+
+
+def _check(operation: Operation, c: Contender, group: Any, output: Tensor, data: Data, iterations: range) -> None:
+    rank, world = dist.get_rank(), dist.get_world_size()
+    problem = None
+    for iteration in iterations:
+        output.fill_(_POISON)
+        operation.call(output, data.of(rank, iteration), group)
+        expected = operation.expected([data.of(p, iteration) for p in range(world)], rank)
+        if problem is None and not torch.equal(output, expected):
+            problem = f"rank {rank}, call {iteration}: {first_difference(output, expected)}"
+    problems: list[str | None] = [None] * world
+    dist.all_gather_object(problems, problem)
+    wrong = "; ".join(filter(None, problems))
+    if wrong:
+        raise WrongResultError(
+            f"{operation.name} of {data.random.numel()} bytes per rank by {c.name} is wrong: {wrong}"
+        )
+
+
+def first_difference(output: Tensor, expected: Tensor) -> str:
+    """Return in words where two tensors of bytes differ; they do."""
+    at = (output != expected).nonzero().flatten()
+    first = int(at[0])
+    return f"{at.numel()} bytes differ, the first at {first}: {int(output[first])} and not {int(expected[first])}"

@@ -1,0 +1,1 @@
+"""Program builders: pure functions from an operation to a program."""

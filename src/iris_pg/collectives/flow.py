@@ -1,0 +1,64 @@
+"""What one rank does in an operation, before anyone decides how: the bytes it sends to and receives from each peer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from iris_pg.program import Copy, Ref
+
+
+@dataclass(frozen=True)
+class Part:
+    """``nbytes`` bytes to or from ``peer``; more than 0, unless only the two ranks know how many.
+
+    Args:
+        here: where they are, or go, at this rank.
+        there: for a zero-copy send, where they go in the peer's memory.
+    """
+
+    peer: int
+    nbytes: int
+    here: Ref
+    there: Ref | None = None
+
+
+@dataclass(frozen=True)
+class Flow:
+    """One rank's side of an operation.
+
+    Args:
+        name: of the operation.
+        sends, receives: at most one part for each peer.
+        own: the copy within this rank, if any.
+        to_all: every sender sends the same bytes to all its peers, and every rank knows how many.
+        zero_copy: the outputs are in the symmetric heap, and every send says where there.
+    """
+
+    name: str
+    sends: tuple[Part, ...] = ()
+    receives: tuple[Part, ...] = ()
+    own: Copy | None = None
+    to_all: bool = False
+    zero_copy: bool = False
+
+
+@dataclass(frozen=True)
+class Fold:
+    """One rank's side of an operation that reduces. A result is made of one operand of every rank, in the order of
+    ranks.
+
+    Args:
+        name: of the operation.
+        op, dtype: what is done to the elements, as in :class:`iris_pg.program.Reduce`.
+        operands: this rank's operands, whole elements; each part's ``peer`` is the rank that gets the result, which may
+            be this one. All ranks know which ranks get a result, and how long each result is.
+        result: where this rank's own result goes, if it gets one. In place, exactly where its operand of it is.
+        to_all: there is one result, and all ranks get it. ``operands`` is one part, with this rank as ``peer``.
+    """
+
+    name: str
+    op: str
+    dtype: str
+    operands: tuple[Part, ...]
+    result: Ref | None = None
+    to_all: bool = False

@@ -1,0 +1,59 @@
+"""What every program of one operation shares."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from iris_pg.flags import ControlPage
+from iris_pg.program import Ref
+
+
+@dataclass(frozen=True)
+class Setting:
+    """The group, and how it moves this operation.
+
+    Args:
+        rank, world: this rank and the number of ranks.
+        page: where the flags lie.
+        tag: what the operation's mailboxes carry, so that a rank in another operation is noticed.
+        chunk_bytes: size of a staging slot that all ranks read.
+        pair_bytes: size of a staging slot that one rank reads.
+        first_slot: the slot of the first chunk; the same on all ranks.
+    """
+
+    rank: int
+    world: int
+    page: ControlPage
+    tag: int = 1
+    chunk_bytes: int = 1 << 18
+    pair_bytes: int = 1 << 16
+    first_slot: int = 0
+
+    @property
+    def peers(self) -> list[int]:
+        """The other ranks, in the order in which this rank visits them: (rank + k) mod world."""
+        return [(self.rank + k) % self.world for k in range(1, self.world)]
+
+    def tag_of(self, nbytes: int) -> int:
+        """The tag of a message of ``nbytes``, when only its two ranks know how long it is."""
+        return zlib.crc32(nbytes.to_bytes(8, "little"), self.tag) | 2  # neither empty nor a credit
+
+    def flag(self, rank: int, offset: int) -> Ref:
+        """The flag at ``offset`` of ``rank``'s control page."""
+        return Ref(rank, "flags", offset)
+
+    def staging(self, rank: int, slot: int) -> Ref:
+        """The staging slot of ``rank`` that all ranks read."""
+        return Ref(rank, "staging", slot * self.chunk_bytes)
+
+    def pair(self, rank: int, slot: int, reader: int) -> Ref:
+        """The staging slot of ``rank`` that ``reader`` reads."""
+        return Ref(rank, "pairs", (slot * self.world + reader) * self.pair_bytes)
+
+
+def chunks(nbytes: int, size: int) -> Iterator[tuple[int, int]]:
+    """Yield (start, length) of each chunk of ``nbytes``."""
+    for start in range(0, nbytes, size):
+        yield start, min(size, nbytes - start)

@@ -1,0 +1,28 @@
+"""Programs for outputs in the symmetric heap, at the same offset on every rank: bytes go straight to where they belong.
+
+Bytes: the writer of n bytes writes n into each peer's output, which is the lower bound; nothing is staged.
+"""
+
+from __future__ import annotations
+
+from iris_pg.collectives.flow import Flow
+from iris_pg.collectives.setting import Setting
+from iris_pg.program import Copy, Program, Signal, Step, Take
+
+
+def push(s: Setting, flow: Flow) -> Program:
+    """Each sender writes into its peers' outputs: all_gather, broadcast.
+
+    The owner of an output lets its writers in (enter); a writer says when it has written (done). A writer signals done
+    only after it took enter, and an owner enters again only after it took done, so no mailbox is ever signalled twice.
+    """
+    steps: list[Step] = [Signal(s.flag(part.peer, s.page.enter(s.rank)), s.tag) for part in flow.receives]
+    if flow.own:
+        steps.append(flow.own)
+    for part in flow.sends:
+        assert part.there
+        steps.append(Take(s.flag(s.rank, s.page.enter(part.peer)), part.peer, s.tag))
+        steps.append(Copy(part.there, part.here, part.nbytes))
+        steps.append(Signal(s.flag(part.peer, s.page.done(s.rank)), s.tag))
+    steps += [Take(s.flag(s.rank, s.page.done(part.peer)), part.peer, s.tag) for part in flow.receives]
+    return Program(s.rank, s.world, tuple(steps), flow.name)

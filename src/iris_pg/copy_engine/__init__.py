@@ -1,0 +1,1 @@
+"""Programs as SDMA packets, and what executes them."""

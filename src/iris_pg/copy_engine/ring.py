@@ -1,0 +1,154 @@
+"""A ring of copy-engine packets in memory: how producers write it and what a consumer may read.
+
+Indices are 64-bit byte counts that only grow; the place in the buffer is ``index mod size``. A producer reserves with
+one compare-and-swap on ``cached_wptr``, writes its packets, and commits in the order of reservations: ``wptr``, then
+the doorbell, then ``committed_wptr``. A consumer reads up to the doorbell, never to ``wptr``, and publishes ``rptr``.
+Packets never straddle the end of the
+buffer: the rest is filled with NOPs. The ring is never completely full: ``end - rptr < size``.
+
+Producers may be several threads here, and kernels that were given :meth:`Ring.context`; they see the same words.
+Source for the protocol: AMD ROCr ``core/runtime/amd_blit_sdma.cpp`` (AcquireWriteAddress, ReleaseWriteAddress).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import struct
+import time
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from iris_pg.copy_engine.packets import pad
+from iris_pg.errors import ArgumentError, QueueError
+from iris_pg.platforms import cpu
+from iris_pg.platforms.atomics import RING_FULL, atomics
+
+_LINE = 64  # bytes between two indices: the producer's and the consumer's lie in different cache lines
+_ADDRESS = struct.Struct("<Q")
+
+
+class Patch(NamedTuple):
+    """An address to be filled in: at ``at`` bytes into the packets, binding number ``binding`` plus ``addend``."""
+
+    at: int
+    binding: int
+    addend: int
+
+
+class Context(NamedTuple):
+    """Addresses that a producer needs, in the order of the device context: six 64-bit words a queue."""
+
+    queue_buffer: int
+    rptr: int
+    wptr: int
+    doorbell: int
+    cached_wptr: int
+    committed_wptr: int
+
+
+class Ring:
+    """A ring of ``nbytes`` (a power of two, at least 4096) in this process's memory.
+
+    Args:
+        nbytes: size of the buffer in bytes.
+        name: for messages.
+    """
+
+    def __init__(self, nbytes: int, name: str = "queue") -> None:
+        if nbytes < 4096 or nbytes & (nbytes - 1):
+            raise ArgumentError(f"a ring of {nbytes} bytes; its size is a power of two, at least 4096")
+        self.nbytes, self.name = nbytes, name
+        self.largest_batch = nbytes // 4  # bytes; so that two batches and a pad always fit
+        control = cpu.page_up(5 * _LINE)
+        self._memory = cpu.private_memory(control + nbytes)
+        base = self._memory.address
+        self.context = Context(base + control, *(base + i * _LINE for i in range(5)))
+        self.view = memoryview((ctypes.c_char * nbytes).from_address(base + control)).cast("B")
+        ops = atomics()
+        self._load, self._store, self._reserve, self._commit = ops.load64, ops.store64, ops.reserve, ops.commit
+        self._reserve_at = (self.context.cached_wptr, self.context.rptr, nbytes)
+        self._commit_at = (self.context.wptr, self.context.doorbell, self.context.committed_wptr)
+
+    # The consumer's side ----------------------------------------------------------------------------------------------
+
+    def doorbell(self) -> int:
+        """Return the index up to which a consumer may read."""
+        return self._load(self.context.doorbell)
+
+    def retire(self, index: int) -> None:
+        """Publish that everything before ``index`` has been executed."""
+        self._store(self.context.rptr, index)
+
+    def retired(self) -> int:
+        """Return the index up to which packets have been executed. Compare with >=: others may have submitted more."""
+        return self._load(self.context.rptr)
+
+    def committed(self) -> int:
+        """Return the index up to which packets have been committed."""
+        return self._load(self.context.committed_wptr)
+
+    # The producer's side ----------------------------------------------------------------------------------------------
+
+    def submit(
+        self,
+        packets: bytes | bytearray,
+        patches: Sequence[Patch] = (),
+        bindings: Sequence[int] = (),
+        *,
+        deadline: float,
+        make_room: Callable[[int], None] | None = None,
+    ) -> int:
+        """Write whole packets, ring the doorbell and return the index of their end.
+
+        Args:
+            packets: encoded packets, at most :attr:`largest_batch` bytes.
+            patches: addresses to be written into them.
+            bindings: what the patches refer to.
+            deadline: ``time.monotonic()`` after which a full ring or a stalled producer is an error.
+            make_room: called while the ring is full, with the index that must be retired first; without it, wait.
+
+        Raises:
+            QueueError: the ring stayed full, or an earlier producer never committed; with a dump of the indices.
+        """
+        n = len(packets)
+        if n == 0 or n % 4 or n > self.largest_batch:
+            raise ArgumentError(f"{n} bytes of packets; a batch is whole dwords, at most {self.largest_batch} bytes")
+        view, size = self.view, self.nbytes
+        while (base := self._reserve(*self._reserve_at, n)) == RING_FULL:
+            self._await_room(n, deadline, make_room)
+        at = base & (size - 1)
+        start = base
+        if at + n > size:  # packets do not straddle the end of the buffer
+            view[at:] = pad(size - at)
+            start, at = base + size - at, 0
+        view[at : at + n] = packets
+        for patch, binding, addend in patches:
+            _ADDRESS.pack_into(view, at + patch, bindings[binding] + addend)
+        # 1. The packets are written. 2. wptr, then the doorbell, with release order: who sees the doorbell sees the
+        # packets. 3. committed_wptr last, so the next producer rings after this one.
+        end = start + n
+        while not self._commit(*self._commit_at, base, end):
+            if time.monotonic() > deadline:
+                raise QueueError(f"a producer before index {base} reserved room and did not commit\n{self.dump()}")
+            time.sleep(0)
+        return end
+
+    def _await_room(self, n: int, deadline: float, make_room: Callable[[int], None] | None) -> None:
+        if time.monotonic() > deadline:
+            raise QueueError(f"the ring is full: no room for {n} bytes before the deadline\n{self.dump()}")
+        if make_room:
+            base = self._load(self.context.cached_wptr)
+            at = base & (self.nbytes - 1)
+            end = base + n + (self.nbytes - at if at + n > self.nbytes else 0)
+            make_room(end - self.nbytes + 1)
+        else:
+            time.sleep(20e-6)
+
+    def dump(self) -> str:
+        """Return the indices of the ring in words, for messages."""
+        load, c = self._load, self.context
+        return (
+            f"ring {self.name}: size {self.nbytes}, rptr {load(c.rptr)}, doorbell {load(c.doorbell)}, wptr "
+            f"{load(c.wptr)}, "
+            f"committed {load(c.committed_wptr)}, reserved {load(c.cached_wptr)}"
+        )

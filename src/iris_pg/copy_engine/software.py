@@ -1,0 +1,414 @@
+"""The software copy engine: executes the SDMA packets of a ring on a CPU.
+
+It decodes the very dwords that packets.py, or a device-side producer, wrote; it stops at the doorbell; it honours
+polls; packets of one queue run in order. Whoever needs a packet done drives the queue: the caller of a synchronous
+operation executes it inline, and a thread, started on first need, executes what was submitted asynchronously. Copies of
+more than 32 KiB run without the GIL.
+
+Every poll has a deadline. A bad packet, an unsatisfied poll or a stalled ring is an error with a dump of the queue, and
+the queue stays failed: its later submissions raise the same.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import random
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from iris_pg.copy_engine import decoder as d
+from iris_pg.copy_engine.patience import Patience
+from iris_pg.copy_engine.ring import Ring
+from iris_pg.copy_engine.trace import LONGEST, Trace, Traces
+from iris_pg.copy_engine.translate import Batch
+from iris_pg.errors import DeadlineError, IrisError, PacketError, QueueError
+from iris_pg.platforms.atomics import atomics
+
+_SHORT = 32 << 10  # bytes; a copy that takes less time than giving the GIL away and back
+_FULL = 0xFFFFFFFF
+_RMW = {
+    d.Operation.SWAP: "xchg",
+    d.Operation.ADD: "add",
+    d.Operation.SUB: "sub",
+    d.Operation.SMIN: "min",
+    d.Operation.UMIN: "umin",
+    d.Operation.SMAX: "max",
+    d.Operation.UMAX: "umax",
+    d.Operation.AND: "and",
+    d.Operation.OR: "or",
+    d.Operation.XOR: "xor",
+    d.Operation.INC: "uinc_wrap",  # 0 when old >= operand, else old + 1: what LLVM calls uinc_wrap
+    d.Operation.DEC: "udec_wrap",  # operand when old is 0 or > operand, else old - 1
+}
+_memmove_address = ctypes.cast(ctypes.memmove, ctypes.c_void_p).value or 0
+_move_arguments = (ctypes.c_void_p, ctypes.c_uint64, ctypes.c_uint64, ctypes.c_size_t)
+_move_with_gil = ctypes.PYFUNCTYPE(*_move_arguments)(_memmove_address)
+_move_without_gil = ctypes.CFUNCTYPE(*_move_arguments)(_memmove_address)
+
+
+def move(dst: int, src: int, nbytes: int) -> None:
+    """Copy ``nbytes`` bytes between two addresses."""
+    (_move_with_gil if nbytes <= _SHORT else _move_without_gil)(dst, src, nbytes)
+
+
+class Pending(Protocol):
+    """Something that is told when the packets before an index have been executed, or have failed."""
+
+    def finished(self, error: BaseException | None) -> None:
+        """Take notice; ``error`` is None when all went well."""
+
+
+class Queue:
+    """One ring and what executes it.
+
+    Args:
+        ring: where packets are written.
+        patience: how polls wait.
+        hostile: seeded generator; when given, copies are split and reordered and packets delayed at random.
+        on_trap: called with the context of a TRAP packet.
+        on_fault: called once, with what made the queue failed.
+    """
+
+    def __init__(
+        self,
+        ring: Ring,
+        patience: Patience,
+        hostile: random.Random | None = None,
+        on_trap: Callable[[int], None] | None = None,
+        on_fault: Callable[[BaseException], None] | None = None,
+    ) -> None:
+        self.ring, self.patience, self.hostile, self.on_trap = ring, patience, hostile, on_trap
+        self._on_fault = on_fault
+        self.fault: BaseException | None = None
+        self._at = 0  # index of the next packet to execute; only moves under the lock
+        self._lock = threading.RLock()  # re-entrant: a future's callback may start the next operation
+        self._pending: deque[tuple[int, Pending]] = deque()
+        self._stalled_at, self._stalled_since, self._looked = -1, 0.0, 0.0  # the poll at which advance() last stopped
+        self._mask = ring.nbytes - 1
+        ops = atomics()
+        self._load32, self._store32, self._rmw, self._copy_rows = ops.load32, ops.store32, ops.rmw, ops.copy_rows
+        self._cas = {4: ops.cas32, 8: ops.cas64}
+        self._store64, self._native = ops.store64, ops.execute
+        self._traces = Traces()
+        self._execute: dict[type, Callable[..., bool]] = {
+            d.CopyLinear: self._copy,
+            d.CopySubWindow: self._copy_window,
+            d.Fence: self._fence,
+            d.PollRegMem: self._poll,
+            d.Atomic: self._atomic,
+            d.ConstFill: self._fill,
+            d.Trap: self._trap,
+            d.Timestamp: self._timestamp,
+        }
+
+    # Producers --------------------------------------------------------------------------------------------------------
+
+    def submit(self, batches: Sequence[Batch], bindings: Sequence[int] = (), pending: Pending | None = None) -> int:
+        """Write the batches into the ring and return the index of their end; ``pending`` is told when it is reached.
+
+        A ring without room is drained inline. Raises what the queue failed with, if it has.
+        """
+        end = 0
+        for batch in batches:
+            if self.fault:
+                raise self.fault
+            deadline = time.monotonic() + self.patience.timeout_s
+            end = self.ring.submit(batch.packets, batch.patches, bindings, deadline=deadline, make_room=self._make_room)
+        if pending:
+            self._pending.append((end, pending))
+            self._settle()
+        return end
+
+    def _make_room(self, until: int) -> None:
+        # Another producer may have reserved what lies before `until` and not committed it yet; the ring looks again.
+        doorbell = self.ring.doorbell()
+        if self._at < doorbell:
+            self.drive(min(until, doorbell))
+        else:
+            time.sleep(20e-6)
+
+    def _settle(self) -> None:
+        """Tell what is pending and over, after it was added or the lock was given back.
+
+        1. A submitter adds to `_pending` after it has rung the doorbell, so its packets may have been executed before.
+        2. So it looks here. 3. If it does not get the lock, whoever holds it looks here after giving it back, and so
+        sees the addition.
+        """
+        while self._pending and (self.fault or self._pending[0][0] <= self._at):
+            if not self._lock.acquire(blocking=False):
+                return
+            try:
+                if self.fault:
+                    self.fail(self.fault)
+                elif self._pending and self._pending[0][0] <= self._at:
+                    self._pending.popleft()[1].finished(None)
+            finally:
+                self._lock.release()
+
+    # The consumer -----------------------------------------------------------------------------------------------------
+
+    def drive(self, until: int) -> None:
+        """Execute packets here until everything before index ``until`` is done.
+
+        Raises:
+            DeadlineError, PeerLostError, MismatchError: from a poll. QueueError, PacketError: with a dump of the queue.
+        """
+        while self._at < until:
+            if not self._lock.acquire(timeout=1.0):
+                continue  # another thread is executing; its own waits have deadlines
+            try:
+                if self.fault:
+                    raise self.fault
+                if self._at < until and not self._run(until, wait=True):
+                    raise QueueError(f"waiting for index {until}, which was never submitted\n{self.dump()}")
+            finally:
+                self._lock.release()
+                self._settle()
+        if self.fault and self.ring.retired() < until:
+            raise self.fault
+
+    def advance(self) -> bool:
+        """Execute what can be executed now, without waiting at a poll; return whether anything was. For the engine's
+        thread.
+        """
+        if not self._lock.acquire(blocking=False):
+            return False
+        try:
+            before = self._at
+            if not self.fault:
+                self._run(self.ring.doorbell(), wait=False)
+            return self._at != before
+        finally:
+            self._lock.release()
+            self._settle()
+
+    def fail(self, error: BaseException) -> None:
+        """Make the queue failed: every pending operation ends with ``error``, and later ones raise it."""
+        if self.fault is None:
+            self.fault = error
+            if self._on_fault:
+                self._on_fault(error)
+        while self._pending:
+            self._pending.popleft()[1].finished(self.fault)
+
+    def close(self, error: BaseException) -> None:
+        """Fail the queue and return when no thread executes its packets any more, so the memory they name may go.
+
+        A poll that waits for long must be ended by the ``check`` of the queue's patience.
+        """
+        with self._lock:
+            self.fail(error)
+
+    @property
+    def done(self) -> int:
+        """Index before which every packet has been executed."""
+        return self._at
+
+    @property
+    def idle(self) -> bool:
+        """Whether everything up to the doorbell has been executed."""
+        return self._at >= self.ring.doorbell()
+
+    def _run(self, until: int, wait: bool) -> bool:
+        """Execute up to ``until``; return False when the doorbell, or (with ``wait`` False) a poll, stopped it
+        before.
+        """
+        view, mask, size, execute = self.ring.view, self._mask, self.ring.nbytes, self._execute
+        decode, nop = d.decode, d.Nop
+        doorbell = self.ring.doorbell()
+        stop = min(until, doorbell)
+        at = self._at
+        try:
+            while at < stop:
+                place = at & mask
+                if wait and (trace := self._trace(at, place, stop)):
+                    self._follow(trace, at)
+                    at = self._told()
+                    continue
+                packet = decode(view, place, min(size, place + doorbell - at))
+                kind = type(packet)
+                if kind is not nop:
+                    if self.hostile:
+                        self._delay()
+                    if not execute[kind](packet, wait):
+                        return False
+                self._at = at = at + packet.size_bytes
+                if self._pending:
+                    at = self._told()
+            return at >= until
+        except IrisError as error:
+            if isinstance(error, (PacketError, QueueError, DeadlineError)):
+                error = type(error)(f"{error}\n{self.dump()}")
+            self.fail(error)
+            raise error from None
+        finally:
+            self.ring.retire(self._at)
+
+    def _told(self) -> int:
+        """Tell whoever waits for what has been executed, and return how far the queue is then."""
+        while self._pending and self._pending[0][0] <= self._at:
+            self.ring.retire(self._at)
+            self._pending.popleft()[1].finished(None)  # a callback may drive this queue further
+        return self._at
+
+    def _trace(self, at: int, place: int, stop: int) -> Trace | None:
+        """Return the trace of what lies between ``at`` and the first index at which someone is told, if it is known."""
+        if self._pending and at < self._pending[0][0] < stop:
+            stop = self._pending[0][0]
+        n = min(stop - at, self.ring.nbytes - place)
+        if self.hostile or n > LONGEST:
+            return None
+        try:
+            return self._traces.find(self.ring.view[place : place + n].tobytes())
+        except PacketError:  # a bad packet, or the part of one where `stop` is not the end of a submission
+            return None  # one by one, then, up to the bad one
+
+    def _follow(self, trace: Trace, at: int) -> None:
+        i, count, turns = 0, len(trace.packets), self.patience.turns
+        while (i := self._native(trace.operations, i, count, turns)) < count:
+            self._at = at + trace.starts[i]
+            packet = trace.packets[i]
+            self._execute[type(packet)](packet, True)
+            i += 1
+        self._at = at + trace.nbytes
+
+    # Packets ----------------------------------------------------------------------------------------------------------
+
+    def _copy(self, p: d.CopyLinear, wait: bool) -> bool:
+        if self.hostile and p.nbytes > 1:
+            for start, stop in self._pieces(p.nbytes):
+                move(p.dst + start, p.src + start, stop - start)
+        elif p.nbytes <= _SHORT:
+            _move_with_gil(p.dst, p.src, p.nbytes)
+        else:
+            _move_without_gil(p.dst, p.src, p.nbytes)
+        return True
+
+    def _copy_window(self, p: d.CopySubWindow, wait: bool) -> bool:
+        for z in range(p.n_slices):
+            self._copy_rows(
+                p.dst + (p.dst_z + z) * p.dst_slice_pitch_bytes + p.dst_y * p.dst_pitch_bytes + p.dst_x,
+                p.dst_pitch_bytes,
+                p.src + (p.src_z + z) * p.src_slice_pitch_bytes + p.src_y * p.src_pitch_bytes + p.src_x,
+                p.src_pitch_bytes,
+                p.width_bytes,
+                p.n_rows,
+            )
+        return True
+
+    def _fence(self, p: d.Fence, wait: bool) -> bool:
+        self._store32(p.address, p.value)
+        return True
+
+    def _poll(self, p: d.PollRegMem, wait: bool) -> bool:
+        ref = p.reference
+        match p.func:
+            case d.Comparison.EQUAL:
+                low, span = ref, 0
+            case d.Comparison.GREATER_EQUAL:
+                low, span = ref, _FULL - ref
+            case d.Comparison.ALWAYS:
+                return True
+            case d.Comparison.LESS if ref:
+                low, span = 0, ref - 1
+            case d.Comparison.LESS_EQUAL:
+                low, span = 0, ref
+            case d.Comparison.NOT_EQUAL:
+                low, span = (ref + 1) & _FULL, _FULL - 1
+            case d.Comparison.GREATER if ref < _FULL:
+                low, span = ref + 1, _FULL - ref - 1
+            case _:
+                raise PacketError(f"{p} can never be satisfied")
+        if ((self._load32(p.address) & p.mask) - low) & _FULL <= span:
+            return True
+        if wait:
+            self.patience.wait(p.address, p.mask, low, span, ref)
+            return True
+        now = time.monotonic()
+        if self._stalled_at != self._at:
+            self._stalled_at, self._stalled_since, self._looked = self._at, now, now
+        elif now - self._looked > self.patience.CHECK_S:
+            self._looked = now
+            self.patience.look(p.address, ref, now - self._stalled_since)
+        return False
+
+    def _atomic(self, p: d.Atomic, wait: bool) -> bool:
+        if p.op == d.Operation.CMPSWAP:
+            old = self._cas[p.width_bytes](p.address, p.compare, p.operand)
+            return not (p.loop and old != p.compare) or self._again(p, wait)
+        self._rmw[_RMW[p.op], p.width_bytes](p.address, p.operand)
+        return True
+
+    def _again(self, p: d.Atomic, wait: bool) -> bool:
+        since = time.monotonic()
+        if not wait and self._stalled_at == self._at:
+            since = self._stalled_since
+        elif not wait:
+            self._stalled_at, self._stalled_since = self._at, since
+        while True:
+            if time.monotonic() - since > self.patience.timeout_s:
+                raise DeadlineError(f"ATOMIC compare-and-swap at {p.address:#x} never saw {p.compare:#x}")
+            if not wait:
+                return False
+            if self._cas[p.width_bytes](p.address, p.compare, p.operand) == p.compare:
+                return True
+            time.sleep(20e-6)
+
+    def _fill(self, p: d.ConstFill, wait: bool) -> bool:
+        if p.unit_bytes == 1:
+            ctypes.memset(p.address, p.value & 0xFF, p.nbytes)
+        else:
+            _fill_dwords(p.address, p.value, p.nbytes)
+        return True
+
+    def _trap(self, p: d.Trap, wait: bool) -> bool:
+        if self.on_trap:
+            self.on_trap(p.context)
+        return True
+
+    def _timestamp(self, p: d.Timestamp, wait: bool) -> bool:
+        self._store64(p.address, time.monotonic_ns() // 10)  # the GPU's reference clock counts at 100 MHz
+        return True
+
+    # Hostile mode -----------------------------------------------------------------------------------------------------
+
+    def _delay(self) -> None:
+        assert self.hostile
+        draw = self.hostile.random()
+        if draw < 0.05:
+            time.sleep(draw / 50)
+        elif draw < 0.3:
+            os.sched_yield()
+
+    def _pieces(self, nbytes: int) -> list[tuple[int, int]]:
+        assert self.hostile
+        cuts = sorted({0, nbytes, *(self.hostile.randrange(nbytes) for _ in range(3))})
+        pieces = list(zip(cuts, cuts[1:], strict=False))
+        self.hostile.shuffle(pieces)
+        return pieces
+
+    def dump(self) -> str:
+        """Return the queue in words: indices, and the packets from the next one on."""
+        lines = [self.ring.dump() + f", executing at {self._at}"]
+        at, doorbell = self._at, self.ring.doorbell()
+        while at < doorbell and len(lines) < 6:
+            place = at & self._mask
+            try:
+                packet = d.decode(self.ring.view, place, min(self.ring.nbytes, place + doorbell - at))
+            except PacketError as error:
+                lines.append(f"  {at}: {error}")
+                break
+            lines.append(f"  {at}: {packet}")
+            at += packet.size_bytes
+        return "\n".join(lines)
+
+
+def _fill_dwords(address: int, value: int, nbytes: int) -> None:
+    import numpy
+
+    memory = memoryview((ctypes.c_char * nbytes).from_address(address))
+    numpy.frombuffer(memory, dtype="<u4")[:] = value

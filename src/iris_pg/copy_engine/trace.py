@@ -1,0 +1,78 @@
+"""Packets that were decoded before: the same dwords need not be decoded again, and most of them can run without Python.
+
+A training loop submits the same packets over and over. The second time that a run of dwords is read from a ring its
+decoded form is kept; from then on the run is carried out by one native call
+(:class:`iris_pg.platforms.atomics.Atomics`, ``execute``), which hands back to Python what it does not know, and every
+wait that is not over soon.
+"""
+
+from __future__ import annotations
+
+from array import array
+
+from iris_pg.copy_engine import decoder as d
+from iris_pg.platforms.atomics import AWAIT, COPY, OTHER, STORE
+
+LONGEST = 4096  # bytes of a run
+_KEPT = 1024  # runs, then all are forgotten
+_FULL_MASK = 0xFFFFFFFF
+
+
+class Trace:
+    """A decoded run of packets.
+
+    Attributes:
+        packets: the packets, without NOPs.
+        starts: where each begins, in bytes from the start of the run.
+        operations: address of the native form, four 64-bit words a packet.
+        nbytes: length of the run.
+    """
+
+    def __init__(self, words: bytes) -> None:
+        self.packets: list[d.Packet] = []
+        self.starts: list[int] = []
+        self.nbytes = len(words)
+        self._words = array("Q")
+        at = 0
+        while at < len(words):
+            packet = d.decode(words, at, len(words))
+            if type(packet) is not d.Nop:
+                self.packets.append(packet)
+                self.starts.append(at)
+                self._words.extend(_native(packet))
+            at += packet.size_bytes
+        self.operations = self._words.buffer_info()[0]
+
+
+def _native(packet: d.Packet) -> tuple[int, int, int, int]:
+    match packet:
+        case d.CopyLinear(dst, src, nbytes):
+            return COPY, dst, src, nbytes
+        case d.Fence(address, value):
+            return STORE, address, value, 0
+        case d.PollRegMem(address, reference, mask, d.Comparison.EQUAL) if mask == _FULL_MASK:
+            return AWAIT, address, reference, 0
+    return OTHER, 0, 0, 0
+
+
+class Traces:
+    """The runs seen by one queue."""
+
+    def __init__(self) -> None:
+        self._known: dict[bytes, Trace | None] = {}
+
+    def find(self, words: bytes) -> Trace | None:
+        """Return the trace of a run of whole packets, or None the first time that it is seen.
+
+        Raises:
+            PacketError: a bad packet among them.
+        """
+        trace = self._known.get(words)
+        if trace is None:
+            if words not in self._known:
+                if len(self._known) >= _KEPT:
+                    self._known.clear()
+                self._known[words] = None
+                return None
+            trace = self._known[words] = Trace(words)
+        return trace

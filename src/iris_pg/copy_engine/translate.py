@@ -1,0 +1,117 @@
+"""Program -> SDMA packets: a pure translation, the same for the software engine and for AMD queues.
+
+=========== =====================================================================
+step        packets
+=========== =====================================================================
+Copy        COPY_LINEAR, split where its count field ends
+Copy2D      COPY_LINEAR_SUB_WINDOW_LARGE
+Signal      FENCE: writes the tag after everything before it
+Take        POLL_REGMEM until == tag, then FENCE: writes 0
+Wait        POLL_REGMEM until >= value
+Add         ATOMIC ADD without return
+=========== =====================================================================
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+from iris_pg.copy_engine import packets
+from iris_pg.copy_engine.ring import Patch
+from iris_pg.errors import UnsupportedError
+from iris_pg.program import Add, Copy, Copy2D, Program, Ref, Signal, Step, Take, Wait
+
+_PLACEHOLDER = 1 << 12  # stands for an address that is patched in before a consumer sees it
+
+
+@dataclass
+class Batch:
+    """Packets that are submitted together, and the addresses still to be filled in."""
+
+    packets: bytearray = field(default_factory=bytearray)
+    patches: list[Patch] = field(default_factory=list)
+
+
+class _Writer:
+    def __init__(self, addresses: Callable[[Ref], int], bindings: Mapping[str, int], largest: int) -> None:
+        self.addresses, self.bindings, self.largest = addresses, bindings, largest
+        self.batches = [Batch()]
+
+    def put(self, packet: bytes, **refs_at: tuple[Ref, int]) -> None:
+        """Append a packet; each of ``refs_at`` is an address that may have to be patched: (ref, place in the
+        packet).
+        """
+        batch = self.batches[-1]
+        if len(batch.packets) + len(packet) > self.largest:
+            batch = Batch()
+            self.batches.append(batch)
+        for ref, place in refs_at.values():
+            if ref.buffer in self.bindings:
+                batch.patches.append(Patch(len(batch.packets) + place, self.bindings[ref.buffer], ref.offset))
+        batch.packets += packet
+
+    def address(self, ref: Ref) -> int:
+        return _PLACEHOLDER if ref.buffer in self.bindings else self.addresses(ref)
+
+    def step(self, step: Step) -> None:
+        match step:
+            case Copy(dst, src, nbytes):
+                step_bytes = packets.GFX942.split_bytes
+                for start in range(0, nbytes, step_bytes):
+                    d, s, size = dst + start, src + start, min(step_bytes, nbytes - start)
+                    self.put(
+                        packets.copy_linear(dst=self.address(d), src=self.address(s), nbytes=size),
+                        src=(s, packets.COPY_LINEAR_SRC_OFFSET),
+                        dst=(d, packets.COPY_LINEAR_DST_OFFSET),
+                    )
+            case Copy2D(dst, src, width_bytes, rows, dst_pitch_bytes, src_pitch_bytes):
+                self.put(
+                    packets.copy_sub_window(
+                        dst=self.address(dst),
+                        src=self.address(src),
+                        width_bytes=width_bytes,
+                        n_rows=rows,
+                        dst_pitch_bytes=dst_pitch_bytes,
+                        src_pitch_bytes=src_pitch_bytes,
+                    ),
+                    src=(src, packets.SUB_WINDOW_SRC_OFFSET),
+                    dst=(dst, packets.SUB_WINDOW_DST_OFFSET),
+                )
+            case Signal(flag, tag):
+                self.put(packets.fence(self.address(flag), tag), flag=(flag, packets.FENCE_ADDRESS_OFFSET))
+            case Take(flag=flag, tag=tag):
+                poll = packets.poll_regmem(self.address(flag), tag, func=packets.PollFunc.EQUAL)
+                self.put(poll, flag=(flag, packets.POLL_ADDRESS_OFFSET))
+                self.put(packets.fence(self.address(flag), 0), flag=(flag, packets.FENCE_ADDRESS_OFFSET))
+            case Wait(flag, value):
+                poll = packets.poll_regmem(self.address(flag), value, func=packets.PollFunc.GREATER_EQUAL)
+                self.put(poll, flag=(flag, packets.POLL_ADDRESS_OFFSET))
+            case Add(flag, value, width_bytes):
+                self.put(
+                    packets.atomic(self.address(flag), packets.AtomicOp.ADD, value, width_bytes=width_bytes),
+                    flag=(flag, packets.ATOMIC_ADDRESS_OFFSET),
+                )
+            case _:
+                raise UnsupportedError(
+                    f"{type(step).__name__} has no SDMA packet; a copy engine moves bytes and cannot add them"
+                )
+
+
+def encode(
+    program: Program, addresses: Callable[[Ref], int], bindings: Mapping[str, int], largest_batch: int
+) -> list[Batch]:
+    """Translate ``program`` into batches of packets, in program order (lanes merge into one queue).
+
+    Args:
+        addresses: address, in this process, of a Ref whose buffer never moves (flags, staging, heap).
+        bindings: buffer -> number, for buffers whose address is only known at submission.
+        largest_batch: most bytes a batch may have.
+
+    Raises:
+        UnsupportedError: a step that no packet can do.
+    """
+    writer = _Writer(addresses, bindings, largest_batch)
+    for step in program.steps:
+        writer.step(step)
+    return [batch for batch in writer.batches if batch.packets]

@@ -1,0 +1,1 @@
+"""The cu engine: Triton kernels."""

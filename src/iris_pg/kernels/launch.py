@@ -1,0 +1,71 @@
+"""Loads the cu engine's kernels: compiled for a GPU, or in Triton's interpreter for a CPU, in one process side by side.
+
+Triton decides how a kernel runs when ``@triton.jit`` sees it, from one process-wide setting. So the file of kernels is
+loaded once per way, each with the setting it needs for that moment, and the user sets nothing and nothing else in the
+process is changed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib.util
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+
+@functools.cache
+def kernels(interpreted: bool) -> ModuleType:
+    """Return :mod:`iris_pg.kernels.exchange`, loaded to run in the interpreter or to be compiled."""
+    import triton
+
+    name = "iris_pg.kernels." + ("interpreted_exchange" if interpreted else "compiled_exchange")
+    spec = importlib.util.spec_from_file_location(name, Path(__file__).with_name("exchange.py"))
+    assert spec and spec.loader
+    module = importlib.util.module_from_spec(spec)
+    with triton.knobs.runtime.scope():
+        triton.knobs.runtime.interpret = interpreted
+        spec.loader.exec_module(module)
+    return module
+
+
+_patched = threading.Lock()
+_patches: list[Any] = []
+_launches = 0
+
+
+@contextlib.contextmanager
+def _interpreting(kernel: Any) -> Iterator[None]:
+    """Keep ``triton.language`` interpretable while any launch runs.
+
+    A launch replaces the functions of ``triton.language`` by interpreting ones and puts the old ones back at its end.
+    Launches of two groups in two threads would take them from each other, so the outermost of them holds one more layer
+    until the last has ended.
+    """
+    global _launches
+    from triton.runtime import interpreter
+
+    with _patched:
+        if _launches == 0:
+            _patches.append(interpreter._patch_lang(kernel.fn))
+        _launches += 1
+    try:
+        yield
+    finally:
+        with _patched:
+            _launches -= 1
+            if _launches == 0:
+                scope = _patches.pop()
+                if scope is not None:
+                    scope.restore()
+
+
+def interpret(kernel: Any, *arguments: Any, **constants: Any) -> None:
+    """Run ``kernel`` with one CTA in this thread. The interpreter's grid is global, so every launch here has the same:
+    (1,).
+    """
+    with _interpreting(kernel):
+        kernel[(1,)](*arguments, **constants)

@@ -1,0 +1,1 @@
+"""The symmetric heap: links between ranks, allocation, and the control page."""

@@ -1,0 +1,146 @@
+"""Options of a group and the one table of ``IRIS_PG_*`` environment variables.
+
+An option given in code (``pg_options=Options(...)``) wins over its variable, which wins over the default.
+"""
+
+from __future__ import annotations
+
+import datetime
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from torch._C._distributed_c10d import Backend
+
+from iris_pg.errors import OptionError
+
+ENGINES = ("auto", "cu", "sdma")
+_LONGEST_S = 10**9  # 30 years; a timedelta, and the waits of the operating system, do not take any number
+
+
+@dataclass(frozen=True)
+class Variable:
+    """One row of the table: an environment variable, the option it stands for, and how its text is read."""
+
+    name: str
+    field: str
+    parse: Callable[[str], Any]
+    default: Any
+    unit: str
+    meaning: str
+
+
+VARIABLES = (
+    Variable("IRIS_PG_ENGINE", "engine", str, "auto", f"one of {', '.join(ENGINES)}", "which engine moves the bytes"),
+    Variable(
+        "IRIS_PG_HEAP_BYTES",
+        "heap_bytes",
+        int,
+        1 << 30,
+        "bytes per rank",
+        "most symmetric memory that tensors of one group may take; mapped as it is used",
+    ),
+    Variable(
+        "IRIS_PG_CHUNK_BYTES",
+        "chunk_bytes",
+        int,
+        1 << 18,
+        "bytes, a multiple of 256",
+        "size of one staging slot: tensors outside the heap move in pieces of this size",
+    ),
+    Variable(
+        "IRIS_PG_TIMEOUT", "timeout", float, None, "seconds", "deadline of every wait (default: the group's timeout)"
+    ),
+    Variable(
+        "IRIS_PG_HOSTILE_SEED",
+        "hostile_seed",
+        int,
+        None,
+        "an integer",
+        "for tests: the software copy engine splits copies, delays and interleaves queues, seeded by this",
+    ),
+)
+
+
+def _from_environment(variable: Variable) -> Any:
+    text = os.environ.get(variable.name)
+    if text is None or text == "":
+        return variable.default
+    try:
+        return variable.parse(text)
+    except ValueError:
+        raise OptionError(f"{variable.name}={text!r} cannot be read; it takes {variable.unit}") from None
+
+
+class Options(Backend.Options):
+    """Options of one ``"iris"`` group, for ``init_process_group(pg_options=...)`` and ``new_group(pg_options=...)``.
+
+    Args:
+        engine: ``"auto"``, ``"cu"`` (Triton kernels) or ``"sdma"`` (copy engine).
+        heap_bytes: most symmetric memory per rank that tensors of this group may take, in bytes.
+        chunk_bytes: size of one staging slot in bytes, a multiple of 256.
+        timeout: deadline of every wait, in seconds or a ``timedelta``; the group's own timeout when None.
+        hostile_seed: for tests, see ``IRIS_PG_HOSTILE_SEED``.
+
+    Anything left out comes from the environment (:data:`VARIABLES`), then from the default there.
+
+    Raises:
+        OptionError: a value that is not valid; the message lists the valid ones.
+    """
+
+    engine: str
+    heap_bytes: int
+    chunk_bytes: int
+    timeout_s: float | None
+    hostile_seed: int | None
+
+    def __init__(
+        self,
+        engine: str | None = None,
+        heap_bytes: int | None = None,
+        chunk_bytes: int | None = None,
+        timeout: float | datetime.timedelta | None = None,
+        hostile_seed: int | None = None,
+    ) -> None:
+        given: dict[str, Any] = dict(
+            engine=engine, heap_bytes=heap_bytes, chunk_bytes=chunk_bytes, timeout=timeout, hostile_seed=hostile_seed
+        )
+        value: dict[str, Any] = {
+            v.field: _from_environment(v) if given[v.field] is None else given[v.field] for v in VARIABLES
+        }
+        deadline = value["timeout"]
+        if isinstance(deadline, datetime.timedelta):
+            deadline = deadline.total_seconds()
+        if value["engine"] not in ENGINES:
+            raise OptionError(f"engine={value['engine']!r} is not known; it is one of {', '.join(map(repr, ENGINES))}")
+        if not isinstance(value["heap_bytes"], int) or value["heap_bytes"] <= 0:
+            raise OptionError(f"heap_bytes={value['heap_bytes']!r}; it takes a positive number of bytes")
+        chunk = value["chunk_bytes"]
+        if not isinstance(chunk, int) or chunk <= 0 or chunk % 256:
+            raise OptionError(f"chunk_bytes={chunk!r}; it takes a positive multiple of 256 bytes")
+        if deadline is not None and not (isinstance(deadline, (int, float)) and 0 < deadline <= _LONGEST_S):
+            raise OptionError(
+                f"timeout={deadline!r}; it takes a positive number of seconds, at most {_LONGEST_S}, or a timedelta"
+            )
+        if value["hostile_seed"] is not None and not isinstance(value["hostile_seed"], int):
+            raise OptionError(f"hostile_seed={value['hostile_seed']!r}; it takes an integer")
+        super().__init__("iris", datetime.timedelta(seconds=deadline if deadline is not None else 1800))
+        self.engine, self.heap_bytes, self.chunk_bytes = value["engine"], value["heap_bytes"], chunk
+        self.timeout_s, self.hostile_seed = deadline, value["hostile_seed"]
+
+    def _fields(self) -> dict[str, Any]:
+        return dict(
+            engine=self.engine,
+            heap_bytes=self.heap_bytes,
+            chunk_bytes=self.chunk_bytes,
+            timeout=self.timeout_s,
+            hostile_seed=self.hostile_seed,
+        )
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Options:
+        """Copy by value: torch deep-copies options when it splits a group, and a C++ base cannot be pickled."""
+        return Options(**self._fields())
+
+    def __repr__(self) -> str:
+        return "Options(" + ", ".join(f"{k}={v!r}" for k, v in self._fields().items()) + ")"

@@ -1,0 +1,56 @@
+"""Which engine and algorithm an operation uses, and why.
+
+``engine="auto"`` is the table below, filled from measurements; it is never a fallback. ``"cu"`` and ``"sdma"`` mean
+that and nothing else.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class Plan(NamedTuple):
+    """What was chosen for one kind of operation.
+
+    Args:
+        engine: "cu" or "sdma".
+        algorithm: "zero copy" or "staged".
+        reason: why, in words.
+    """
+
+    engine: str
+    algorithm: str
+    reason: str
+
+
+class Row(NamedTuple):
+    """One row of the table: on this device type, "auto" means this engine, for this reason."""
+
+    device_type: str
+    engine: str
+    reason: str
+
+
+AUTO = (
+    Row(
+        "cpu", "sdma", "on CPUs the cu engine runs in Triton's interpreter, a thousand times slower than a memory copy"
+    ),
+)
+
+
+def engine_for(requested: str, device_type: str) -> tuple[str, str]:
+    """Return (engine, reason) for ``Options.engine`` on a device type."""
+    if requested != "auto":
+        return requested, f'engine="{requested}" was asked for'
+    row = next(row for row in AUTO if row.device_type == device_type)
+    return row.engine, f'engine="auto": {row.reason}'
+
+
+def plan(requested: str, device_type: str, in_heap: bool) -> Plan:
+    """Return the plan of an operation whose output is ``in_heap``, or is not, on every rank."""
+    engine, reason = engine_for(requested, device_type)
+    if in_heap:
+        return Plan(engine, "zero copy", f"{reason}; the output is in the symmetric heap, so peers write it directly")
+    return Plan(
+        engine, "staged", f"{reason}; the output is not in the symmetric heap, so bytes go through staging slots"
+    )

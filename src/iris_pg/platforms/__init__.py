@@ -1,0 +1,1 @@
+"""What talks to the operating system or a driver."""
