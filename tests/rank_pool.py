@@ -22,6 +22,7 @@ import gc
 import importlib
 import importlib.util
 import itertools
+import multiprocessing
 import os
 import pickle
 import signal
@@ -132,6 +133,8 @@ class _Process:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self.process.pid, signal.SIGKILL)
             self.process.wait()
+            for name in Path("/dev/shm").glob(f"sem.{_semaphores(self.process.pid)}*"):
+                name.unlink(missing_ok=True)  # what would have unlinked it was killed too
 
     def close(self) -> None:
         """Let it end by itself."""
@@ -322,6 +325,11 @@ def processes_of_sessions(sessions: Collection[int]) -> list[str]:
     return found
 
 
+def _semaphores(pid: int) -> str:
+    """Return how the names of the semaphores begin that a worker's libraries make with multiprocessing."""
+    return f"rank-pool-{pid}-"
+
+
 # What a process holds -------------------------------------------------------------------------------------------------
 
 
@@ -378,6 +386,9 @@ def left_over(before: Counter[str], patience_s: float, now: Callable[[], Counter
             return ", ".join(f"{n} x {what}" for what, n in more.items())
         time.sleep(0.02)
 
+
+current_store: Any = None
+"""In a worker: a store for the use of the function that is running, unique to its run."""
 
 # The worker's side ----------------------------------------------------------------------------------------------------
 
@@ -445,12 +456,9 @@ def _prefixed(prefix: str, store: Any) -> Any:
     return dist.PrefixStore(f"{prefix}/own", store)
 
 
-current_store: Any = None
-"""In a worker: a store for the use of the function that is running, unique to its run."""
-
-
 def _serve(fd: int, port: int) -> None:
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: do not outlive the tests
+    multiprocessing.current_process()._config["semprefix"] = "/" + _semaphores(os.getpid())
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1, all_threads=True)
     connection = Connection(fd)

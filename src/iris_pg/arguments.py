@@ -93,14 +93,69 @@ def check_list(op: str, name: str, tensors: Sequence[torch.Tensor], world: int, 
         check_same_dtype(op, f"{name}[{i}]", tensor, dtype)
 
 
-def check_overlap(op: str, output: torch.Tensor, input: torch.Tensor, own: int) -> None:
-    """Raise ArgumentError when contiguous ``input`` overlaps ``output`` anywhere but at byte ``own`` of it, exactly
-    (in place).
-    """
-    nbytes = input.numel() * input.element_size()
-    start = input.data_ptr() - output.data_ptr()
-    if start != own and -nbytes < start < output.numel() * output.element_size():
+def check_scattered(op: str, output: torch.Tensor, input: torch.Tensor, world: int) -> None:
+    """Raise ArgumentError unless ``input`` holds ``world`` outputs of its dtype, concatenated or stacked."""
+    check_tensor(op, "input", input)
+    check_output(op, "output", output)
+    check_same_dtype(op, "output", output, input.dtype)
+    if input.numel() != world * output.numel():
         raise ArgumentError(
-            f"{op}: the input overlaps the output at byte {start}; it may only be this rank's own part, at byte {own} "
-            "(in place)"
+            f"{op}: input of size {tuple(input.size())} has {input.numel()} elements; it takes {world} x "
+            f"{output.numel()} for {world} ranks and an output of size {tuple(output.size())}"
+        )
+
+
+def check_inputs(op: str, name: str, tensors: Sequence[torch.Tensor], world: int, dtype: torch.dtype) -> None:
+    """Raise unless ``tensors`` is one input of ``dtype`` for each rank."""
+    if len(tensors) != world:
+        raise ArgumentError(f"{op}: {name} has {len(tensors)} tensors; it takes one for each of the {world} ranks")
+    for i, tensor in enumerate(tensors):
+        check_tensor(op, f"{name}[{i}]", tensor)
+        if tensor.dtype != dtype:
+            raise ArgumentError(f"{op}: {name}[{i}] has dtype {tensor.dtype} and another tensor {dtype}; one for all")
+
+
+def split_bytes(op: str, name: str, tensor: torch.Tensor, splits: Sequence[int], world: int) -> tuple[int, ...]:
+    """Return the bytes of each rank's part of ``tensor``, given rows (along dimension 0), or equal parts when empty.
+
+    Raises:
+        ArgumentError: not one split for each rank, a negative one, or not as many rows as the tensor has.
+    """
+    rows = tensor.size(0) if tensor.dim() else 1
+    if not splits:
+        if rows % world:
+            raise ArgumentError(
+                f"{op}: {name} has {rows} rows, which {world} ranks cannot share equally; pass {name}_split_sizes"
+            )
+        splits = [rows // world] * world
+    if len(splits) != world or min(splits) < 0 or sum(splits) != rows:
+        raise ArgumentError(
+            f"{op}: {name}_split_sizes={list(splits)}; it takes one number of rows for each of {world} ranks, none "
+            "negative, "
+            f"{rows} in all (dimension 0 of {name})"
+        )
+    row = tensor.numel() // rows * tensor.element_size() if rows else 0
+    return tuple(n * row for n in splits)
+
+
+def check_apart(op: str, output: torch.Tensor, input: torch.Tensor) -> None:
+    """Raise ArgumentError when contiguous ``input`` and ``output`` share memory."""
+    start = input.data_ptr() - output.data_ptr()
+    if -input.numel() * input.element_size() < start < output.numel() * output.element_size():
+        raise ArgumentError(f"{op}: the input and the output share memory; pass two tensors")
+
+
+def check_overlap(
+    op: str, whole: torch.Tensor, part: torch.Tensor, own: int, names: tuple[str, str] = ("output", "input")
+) -> None:
+    """Raise ArgumentError when contiguous ``part`` overlaps ``whole`` anywhere but at byte ``own`` of it, exactly (in
+    place); ``names`` are what the caller knows the two by.
+    """
+    nbytes = part.numel() * part.element_size()
+    start = part.data_ptr() - whole.data_ptr()
+    if start != own and -nbytes < start < whole.numel() * whole.element_size():
+        raise ArgumentError(
+            f"{op}: the {names[1]} overlaps the {names[0]} at byte {start}; it may only be this rank's own part, at "
+            "byte "
+            f"{own} (in place)"
         )

@@ -22,7 +22,7 @@ from typing import Any
 
 from iris_pg.collectives.barrier import barrier
 from iris_pg.collectives.build import build
-from iris_pg.collectives.flow import Flow, Part
+from iris_pg.collectives.flow import Flow, Fold, Part
 from iris_pg.collectives.setting import Setting
 from iris_pg.copy_engine.patience import Patience
 from iris_pg.copy_engine.ring import Ring
@@ -31,7 +31,8 @@ from iris_pg.copy_engine.thread import EngineThread
 from iris_pg.copy_engine.translate import Batch, encode
 from iris_pg.errors import ClosedError, DeadlineError, IrisError, MismatchError, PeerLostError, where
 from iris_pg.flags import DESCRIPTION_BYTES, HISTORY, SLOTS
-from iris_pg.kernels.engine import Exchange, KernelEngine, Message, area_bytes
+from iris_pg.kernels.engine import Exchange, KernelEngine, area_bytes
+from iris_pg.launches import launches
 from iris_pg.mail import Mail
 from iris_pg.mailbox import area_bytes as mail_bytes
 from iris_pg.memory.heap import SymmetricHeap
@@ -122,7 +123,7 @@ class Transport:
         self,
         key: Key,
         local: Any,
-        flow: Callable[[Key, Any], Flow],
+        flow: Callable[[Key, Any], Flow | Fold],
         names: Sequence[str] = (),
         addresses: Sequence[int] = (),
         work: IrisWork | None = None,
@@ -157,7 +158,7 @@ class Transport:
             if self._kernels:
                 in_flight.append((self._kernels.submitted + 1, sequence, key))
                 job = self._kernels.submit(
-                    self._exchange(flow(key, local), names, addresses), work.finished if work else None
+                    self._launches(flow(key, local), names, addresses), work.finished if work else None
                 )
             else:
                 assert self.queue
@@ -224,7 +225,7 @@ class Transport:
         key: Key,
         local: Any,
         slot: int,
-        flow: Callable[[Key, Any], Flow],
+        flow: Callable[[Key, Any], Flow | Fold],
         program: Callable[[Setting, Any], Program] | None,
         names: Sequence[str],
     ) -> list[Batch]:
@@ -252,23 +253,13 @@ class Transport:
         start = 0 if ref.buffer in ("flags", "heap") else self.heap.areas[ref.buffer]
         return self.heap.bases[ref.rank] + start + ref.offset
 
-    def _exchange(self, flow: Flow, names: Sequence[str], addresses: Sequence[int]) -> Exchange:
+    def _launches(self, flow: Flow | Fold, names: Sequence[str], addresses: Sequence[int]) -> list[Exchange]:
         bound = dict(zip(names, addresses, strict=True))
 
         def address(ref: Ref) -> int:
             return bound[ref.buffer] + ref.offset if ref.buffer in bound else self._address(ref)
 
-        own = (address(flow.own.src), address(flow.own.dst), flow.own.nbytes) if flow.own else (0, 0, 0)
-        return Exchange(
-            [
-                Message(p.peer, address(p.here), p.nbytes, address(p.there) if p.there else 0)
-                for p in flow.sends
-                if p.nbytes
-            ],
-            [Message(p.peer, address(p.here), p.nbytes) for p in flow.receives if p.nbytes],
-            own,
-            flow.zero_copy,
-        )
+        return launches(self.rank, self.world, flow, address)
 
     # When a wait takes long -------------------------------------------------------------------------------------------
 

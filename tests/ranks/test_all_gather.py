@@ -149,10 +149,9 @@ def gathers_more_than_the_ring_holds(rank, world, n_operations, n):
         assert torch.equal(outputs[i], expected), (i, wrong(outputs[i], expected))
 
 
-@pytest.mark.parametrize("world", [2, 3])
-def test_more_work_than_the_ring_holds(ranks, world):
+def test_more_work_than_the_ring_holds(ranks):
     """A ring that is full is drained by whoever submits; 256-byte chunks make 1 MiB into more packets than it holds."""
-    ranks(world).run(gathers_more_than_the_ring_holds, 8, 1 << 20, options=dict(chunk_bytes=256))
+    ranks(2).run(gathers_more_than_the_ring_holds, 8, 1 << 20, options=dict(chunk_bytes=256))
 
 
 def gathers_distinct_tensors(rank, world, n_tensors):

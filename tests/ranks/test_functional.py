@@ -57,11 +57,12 @@ def compiles(rank, world, backend):
         return output + 1
 
     torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
     for function, result in ((functional, (expected * 2).sin() + 1), (in_place, expected * 3 + 1)):
         compiled = torch.compile(function, backend=backend, fullgraph=True)
         for _ in range(3):
             assert torch.allclose(compiled(numbers(rank)), result)
-    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 2
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 2, torch._dynamo.utils.counters
     torch._dynamo.reset()
 
 

@@ -306,15 +306,15 @@ def test_closing(new_heap):
     gc.collect()
     assert torch.equal(tensor, torch.arange(1000)), "a tensor stays readable"
     tensor[0] = 5
-    for call in (lambda: heap.empty(1), lambda: heap.allocate(1), lambda: heap.free(tensor)):
+    for call, *arguments in ((heap.empty, 1), (heap.allocate, 1), (heap.free, tensor)):
         with pytest.raises(ClosedError, match="the heap is closed"):
-            call()
+            call(*arguments)
     view = tensor[10:20]
-    del tensor
+    del tensor, arguments
     gc.collect()
     assert view.tolist() == list(range(10, 20))
     assert rank_pool.shared_mappings() - before
-    del view, call
+    del view
     gc.collect()
     assert not rank_pool.shared_mappings() - before, "the last tensor takes the mapping with it"
 

@@ -18,17 +18,19 @@ from iris_pg.errors import ArgumentError, DeadlineError, QueueError
 from iris_pg.platforms.atomics import atomics
 
 SIZE = 4096
+FIRST = 1000  # contexts of TRAPs from here on; low ones have a meaning
 
 
 def batch(context: int, n_dwords: int = 2) -> bytes:
     """A TRAP, which the consumer reports, and NOPs up to ``n_dwords`` in total."""
-    return packets.trap(context) + (packets.pad(4 * (n_dwords - 2)) if n_dwords > 2 else b"")
+    return packets.trap(FIRST + context) + (packets.pad(4 * (n_dwords - 2)) if n_dwords > 2 else b"")
 
 
 def new_queue(nbytes=SIZE, timeout_s=5.0, **keywords):
     """Return a queue and the list in which the contexts of its TRAP packets appear as they are executed."""
     executed = []
-    queue = Queue(Ring(nbytes, "test"), Patience(timeout_s), on_trap=executed.append, **keywords)
+    on_trap = lambda context: executed.append(context - FIRST)  # noqa: E731
+    queue = Queue(Ring(nbytes, "test"), Patience(timeout_s), on_trap=on_trap, **keywords)
     return queue, executed
 
 
@@ -145,7 +147,7 @@ def test_a_ring_has_a_power_of_two(nbytes):
 def test_the_context_is_where_the_indices_are():
     ring, ops = Ring(SIZE), atomics()
     ring.submit(batch(1, 8), deadline=time.monotonic() + 5)
-    assert bytes(ring.view[:8]) == packets.trap(1)
+    assert bytes(ring.view[:8]) == packets.trap(FIRST + 1)
     assert ops.load32(ring.context.queue_buffer) == 6, "the first packet is a TRAP"
     words = [ops.load64(address) for address in ring.context[1:]]
     assert words == [0, 32, 32, 32, 32]  # rptr, wptr, doorbell, cached_wptr, committed_wptr
@@ -160,7 +162,7 @@ def test_nothing_runs_before_the_doorbell():
     ring, ops = queue.ring, atomics()
     ring.submit(batch(1), deadline=time.monotonic() + 5)
     queue.drive(8)
-    ring.view[8:16] = packets.trap(2)
+    ring.view[8:16] = packets.trap(FIRST + 2)
     for index in (ring.context.cached_wptr, ring.context.wptr, ring.context.committed_wptr):
         ops.store64(index, 16)
         assert not queue.advance()

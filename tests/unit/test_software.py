@@ -178,7 +178,7 @@ def test_traps_and_nops(run):
         packets.trap(0xFFFFFFF),
         queue=new_queue(on_trap=contexts.append),
     )
-    run(packets.trap(1))  # nobody listens
+    run(packets.trap(6))  # nobody listens
     assert contexts == [5, 0xFFFFFFF]
 
 

@@ -18,18 +18,21 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 from iris_pg.copy_engine import decoder as d
 from iris_pg.copy_engine.patience import Patience
+from iris_pg.copy_engine.reduction import reduce_bytes
 from iris_pg.copy_engine.ring import Ring
 from iris_pg.copy_engine.trace import LONGEST, Trace, Traces
 from iris_pg.copy_engine.translate import Batch
+from iris_pg.copy_engine.trap import REDUCE, Reduction, requested
 from iris_pg.errors import DeadlineError, IrisError, PacketError, QueueError
 from iris_pg.platforms.atomics import atomics
 
 _SHORT = 32 << 10  # bytes; a copy that takes less time than giving the GIL away and back
 _FULL = 0xFFFFFFFF
+_LONGEST_ANNEX = 4 + 32 + 8 * 1024  # bytes of a NOP that asks for a reduction of 1024 sources
 _RMW = {
     d.Operation.SWAP: "xchg",
     d.Operation.ADD: "add",
@@ -89,6 +92,7 @@ class Queue:
         self._pending: deque[tuple[int, Pending]] = deque()
         self._stalled_at, self._stalled_since, self._looked = -1, 0.0, 0.0  # the poll at which advance() last stopped
         self._mask = ring.nbytes - 1
+        self._annex = b""  # payload of the last NOP; a copy, as the next packet may be executed after it is overwritten
         ops = atomics()
         self._load32, self._store32, self._rmw, self._copy_rows = ops.load32, ops.store32, ops.rmw, ops.copy_rows
         self._cas = {4: ops.cas32, 8: ops.cas64}
@@ -102,6 +106,7 @@ class Queue:
             d.Atomic: self._atomic,
             d.ConstFill: self._fill,
             d.Trap: self._trap,
+            Reduction: self._reduce,
             d.Timestamp: self._timestamp,
         }
 
@@ -124,11 +129,12 @@ class Queue:
         return end
 
     def _make_room(self, until: int) -> None:
-        # Another producer may have reserved what lies before `until` and not committed it yet; the ring looks again.
-        doorbell = self.ring.doorbell()
-        if self._at < doorbell:
-            self.drive(min(until, doorbell))
+        until = min(until, self.ring.doorbell())
+        if self._at < until:
+            self.drive(until)
         else:
+            # Another producer may have reserved what lies before and not committed it yet, or another thread has
+            # executed it and not retired it yet; the ring looks again.
             time.sleep(20e-6)
 
     def _settle(self) -> None:
@@ -221,22 +227,30 @@ class Queue:
         decode, nop = d.decode, d.Nop
         doorbell = self.ring.doorbell()
         stop = min(until, doorbell)
-        at = self._at
+        at = retired = self._at
         try:
             while at < stop:
+                if at - retired > size >> 3:  # a producer may wait for room
+                    self.ring.retire(at)
+                    retired = at
                 place = at & mask
                 if wait and (trace := self._trace(at, place, stop)):
                     self._follow(trace, at)
                     at = self._told()
                     continue
-                packet = decode(view, place, min(size, place + doorbell - at))
-                kind = type(packet)
-                if kind is not nop:
+                packet: Any = decode(view, place, min(size, place + doorbell - at))
+                kind, length = type(packet), packet.size_bytes
+                if kind is nop:
+                    self._annex = bytes(view[place + 4 : place + min(length, _LONGEST_ANNEX)])
+                else:
+                    if kind is d.Trap and packet.context == REDUCE:
+                        packet = requested(self._annex)
+                        kind = Reduction  # type: ignore[assignment]
                     if self.hostile:
                         self._delay()
                     if not execute[kind](packet, wait):
                         return False
-                self._at = at = at + packet.size_bytes
+                self._at = at = at + length
                 if self._pending:
                     at = self._told()
             return at >= until
@@ -368,6 +382,10 @@ class Queue:
     def _trap(self, p: d.Trap, wait: bool) -> bool:
         if self.on_trap:
             self.on_trap(p.context)
+        return True
+
+    def _reduce(self, r: Reduction, wait: bool) -> bool:
+        reduce_bytes(r.op, r.dtype, r.dst, r.sources, r.nbytes)
         return True
 
     def _timestamp(self, p: d.Timestamp, wait: bool) -> bool:

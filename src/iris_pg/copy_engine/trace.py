@@ -11,6 +11,7 @@ from __future__ import annotations
 from array import array
 
 from iris_pg.copy_engine import decoder as d
+from iris_pg.copy_engine.trap import REDUCE, Reduction, requested
 from iris_pg.platforms.atomics import AWAIT, COPY, OTHER, STORE
 
 LONGEST = 4096  # bytes of a run
@@ -29,22 +30,27 @@ class Trace:
     """
 
     def __init__(self, words: bytes) -> None:
-        self.packets: list[d.Packet] = []
+        self.packets: list[d.Packet | Reduction] = []
         self.starts: list[int] = []
         self.nbytes = len(words)
         self._words = array("Q")
-        at = 0
+        at = nop = 0  # nop: where the last NOP began
         while at < len(words):
-            packet = d.decode(words, at, len(words))
-            if type(packet) is not d.Nop:
+            decoded = d.decode(words, at, len(words))
+            packet: d.Packet | Reduction = decoded
+            if type(packet) is d.Trap and packet.context == REDUCE:
+                packet = requested(words[nop + 4 : at])
+            if type(packet) is d.Nop:
+                nop = at
+            else:
                 self.packets.append(packet)
                 self.starts.append(at)
                 self._words.extend(_native(packet))
-            at += packet.size_bytes
+            at += decoded.size_bytes
         self.operations = self._words.buffer_info()[0]
 
 
-def _native(packet: d.Packet) -> tuple[int, int, int, int]:
+def _native(packet: d.Packet | Reduction) -> tuple[int, int, int, int]:
     match packet:
         case d.CopyLinear(dst, src, nbytes):
             return COPY, dst, src, nbytes

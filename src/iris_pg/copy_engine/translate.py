@@ -9,6 +9,7 @@ Signal      FENCE: writes the tag after everything before it
 Take        POLL_REGMEM until == tag, then FENCE: writes 0
 Wait        POLL_REGMEM until >= value
 Add         ATOMIC ADD without return
+Reduce      NOP and TRAP: the software engine's host reduces (trap.py)
 =========== =====================================================================
 """
 
@@ -17,10 +18,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-from iris_pg.copy_engine import packets
+from iris_pg.copy_engine import packets, trap
 from iris_pg.copy_engine.ring import Patch
 from iris_pg.errors import UnsupportedError
-from iris_pg.program import Add, Copy, Copy2D, Program, Ref, Signal, Step, Take, Wait
+from iris_pg.program import Add, Copy, Copy2D, Program, Reduce, Ref, Signal, Step, Take, Wait
 
 _PLACEHOLDER = 1 << 12  # stands for an address that is patched in before a consumer sees it
 
@@ -92,6 +93,11 @@ class _Writer:
                     packets.atomic(self.address(flag), packets.AtomicOp.ADD, value, width_bytes=width_bytes),
                     flag=(flag, packets.ATOMIC_ADDRESS_OFFSET),
                 )
+            case Reduce(dst, sources, nbytes, dtype, op):
+                addresses = tuple(self.address(source) for source in sources)
+                places = {f"source{i}": (r, trap.SOURCES_OFFSET + 8 * i) for i, r in enumerate(sources)}
+                asked = trap.Reduction(op, dtype, self.address(dst), addresses, nbytes)
+                self.put(trap.request(asked), dst=(dst, trap.DST_OFFSET), **places)
             case _:
                 raise UnsupportedError(
                     f"{type(step).__name__} has no SDMA packet; a copy engine moves bytes and cannot add them"

@@ -13,10 +13,11 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
-from iris_pg.errors import DeadlineError, PeerLostError
+from iris_pg.errors import DeadlineError, PeerLostError, UnsupportedError
 from iris_pg.kernels.launch import interpret, kernels
 from iris_pg.platforms.atomics import atomics
 
@@ -35,19 +36,24 @@ class Message:
 
 @dataclass
 class Exchange:
-    """One operation of one rank: what it sends, receives, and copies within itself (source, target, nbytes)."""
+    """One launch of one rank: what it sends, receives, and copies within itself (source, target, nbytes).
+
+    With ``reduction`` (op, dtype) what it receives from all peers is as long as its own part, and all is combined into
+    the target.
+    """
 
     sends: Sequence[Message] = ()
     receives: Sequence[Message] = ()
     own: tuple[int, int, int] = (0, 0, 0)
     zero_copy: bool = False
+    reduction: tuple[str, str] | None = None
 
 
 @dataclass
 class Job:
     """An exchange in the engine's queue, and how it ended."""
 
-    exchange: Exchange
+    exchanges: Sequence[Exchange]
     finished: Callable[[BaseException | None], None] | None
     done: threading.Event = field(default_factory=threading.Event)
     error: BaseException | None = None
@@ -60,6 +66,34 @@ def area_bytes(world: int, slot_bytes: int) -> dict[str, int]:
         "cu_flags": k.FLAGS.value * world * k.LINE.value,
         "cu_landing": 2 * world * slot_bytes,
     }
+
+
+def reduction_types(op: str, dtype: str) -> tuple[Any, Any, Any, int]:
+    """Return (element, accumulator, number of the operation, element size in bytes) for a reduction in a kernel.
+
+    Complex numbers are added as pairs of real ones; bool is 0 or 1 of a byte.
+
+    Raises:
+        UnsupportedError: a reduction that the kernels do not have.
+    """
+    import triton.language as tl
+
+    k = kernels(interpreted=True)
+    if dtype == "bool":
+        op, dtype = {"sum": "bor", "max": "bor", "product": "band", "min": "band"}.get(op, op), "uint8"
+    real = {"complex64": "float32", "complex128": "float64", "complex32": "float16"}.get(dtype, dtype)
+    elements = {
+        "float16": tl.float16,
+        "bfloat16": tl.bfloat16,
+        "float32": tl.float32,
+        "float64": tl.float64,
+        **{f"{sign}int{bits}": getattr(tl, f"{sign}int{bits}") for sign in ("", "u") for bits in (8, 16, 32, 64)},
+    }
+    if real not in elements or (real != dtype and op not in ("sum", "avg")):
+        raise UnsupportedError(f'{op} of {dtype} is not in the cu engine\'s kernels; use a group with engine="sdma"')
+    element = elements[real]
+    accumulator = tl.float32 if real in ("float16", "bfloat16") else element
+    return element, accumulator, getattr(k, op.upper()).value, element.primitive_bitwidth // 8
 
 
 class KernelEngine:
@@ -115,8 +149,10 @@ class KernelEngine:
         self.submitted = 0
         self.completed = 0
 
-    def submit(self, exchange: Exchange, finished: Callable[[BaseException | None], None] | None) -> Job:
-        """Execute ``exchange`` after those before it, on the engine's thread; ``finished`` is told when it is done."""
+    def submit(
+        self, exchanges: Exchange | Sequence[Exchange], finished: Callable[[BaseException | None], None] | None
+    ) -> Job:
+        """Execute launches after those before them, on the engine's thread; ``finished`` is told when all are done."""
         if self.fault:
             raise self.fault
         if self._thread is None:
@@ -124,7 +160,7 @@ class KernelEngine:
             self._watchdog = threading.Thread(target=self._watch, name=f"{self.name} watchdog", daemon=True)
             self._thread.start()
             self._watchdog.start()
-        job = Job(exchange, finished)
+        job = Job([exchanges] if isinstance(exchanges, Exchange) else exchanges, finished)
         self.submitted += 1
         self._jobs.put(job)
         return job
@@ -161,7 +197,8 @@ class KernelEngine:
             if self.fault is None:
                 try:
                     self._running.set()
-                    self._launch(job.exchange)
+                    for exchange in job.exchanges:
+                        self._launch(exchange)
                 except BaseException as error:
                     self.fail(error)
                 finally:
@@ -196,7 +233,14 @@ class KernelEngine:
         word = 8 if all(a % 8 == 0 for a in (addresses[0], addresses[1], *addresses[3:])) else 1
         lanes = max(16, min(_BLOCK, 1 << (longest // word).bit_length()))
         words = self._words.data_ptr()
-        kernel = self._kernels.push if exchange.zero_copy else self._kernels.exchange
+        if exchange.reduction:
+            kernel = self._kernels.reduce
+            element, accumulator, op, size = reduction_types(*exchange.reduction)
+            lanes = max(16, min(_BLOCK, 1 << (longest // size).bit_length()))
+            how: dict[str, Any] = dict(ELEMENT=element, ACCUMULATOR=accumulator, OP=op)
+        else:
+            kernel = self._kernels.push if exchange.zero_copy else self._kernels.exchange
+            how = dict(WORD=word)
         interpret(
             kernel,
             self._table.data_ptr(),
@@ -210,7 +254,7 @@ class KernelEngine:
             world=self.world,
             slot_bytes=self.slot_bytes,
             BLOCK=lanes,
-            WORD=word,
+            **how,
         )
 
     def _watch(self) -> None:

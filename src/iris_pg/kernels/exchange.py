@@ -337,7 +337,7 @@ def reduce(
             if alive:
                 for at in range(0, n // size, BLOCK):
                     mask = at + lane < n // size
-                    result = tl.zeros([BLOCK], dtype=ACCUMULATOR)
+                    result = tl.full([BLOCK], 0, ACCUMULATOR)
                     for peer in range(0, world):
                         source = own_source + first
                         if peer != rank:
@@ -349,7 +349,10 @@ def reduce(
                         else:
                             result = _combine(result, value, OP)
                     if OP == AVG:
-                        result = result / world
+                        if ACCUMULATOR.is_floating():
+                            result = result / world
+                        else:  # towards zero, whatever `//` does with negative numbers here
+                            result = tl.where(result < 0, -(-result // world), result // world)
                     target = (own_target + first).to(tl.pointer_type(ELEMENT))
                     tl.store(target + at + lane, result.to(ELEMENT), mask=mask)
                 for k in range(1, world):

@@ -1,0 +1,69 @@
+"""Operations as launches of the cu engine: pure, but for the check that its kernels know the reduction."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from iris_pg.collectives.flow import Flow, Fold
+from iris_pg.kernels.engine import Exchange, Message, reduction_types
+from iris_pg.program import Ref
+
+_ONE_SHOT = 1 << 14  # bytes up to which every rank reduces all of an all_reduce, in one launch and not two
+_SHARE = 16  # bytes; a rank's part of an all_reduce is a multiple, so whole elements of every dtype
+
+
+def launches(rank: int, world: int, flow: Flow | Fold, address: Callable[[Ref], int]) -> list[Exchange]:
+    """Return what this rank launches for an operation, in order.
+
+    Args:
+        address: Ref -> address in this process.
+
+    Raises:
+        UnsupportedError: a reduction that the kernels do not have.
+    """
+    if isinstance(flow, Fold):
+        return _folds(rank, world, flow, address)
+    sends = [
+        Message(p.peer, address(p.here), p.nbytes, address(p.there) if p.there else 0) for p in flow.sends if p.nbytes
+    ]
+    receives = [Message(p.peer, address(p.here), p.nbytes) for p in flow.receives if p.nbytes]
+    own = (address(flow.own.src), address(flow.own.dst), flow.own.nbytes) if flow.own else (0, 0, 0)
+    return [Exchange(sends, receives, own, flow.zero_copy)]
+
+
+def _folds(rank: int, world: int, fold: Fold, address: Callable[[Ref], int]) -> list[Exchange]:
+    reduction = (fold.op, fold.dtype)
+    reduction_types(*reduction)
+    peers = [(rank + k) % world for k in range(1, world)]
+    result = address(fold.result) if fold.result else 0
+    if not fold.to_all:
+        parts = {part.peer: (address(part.here), part.nbytes) for part in fold.operands}
+        mine, n = parts.get(rank, (0, 0))
+        sends = [Message(p, *parts[p]) for p in peers if p in parts]
+        receives = [Message(p, 0, n) for p in peers if n]
+        return [Exchange(sends, receives, (mine, result, n), reduction=reduction)]
+    (operand,) = fold.operands
+    here, n = address(operand.here), operand.nbytes
+    if n <= _ONE_SHOT or world == 1:
+        return [
+            Exchange(
+                [Message(p, here, n) for p in peers],
+                [Message(p, 0, n) for p in peers],
+                (here, result, n),
+                reduction=reduction,
+            )
+        ]
+    segment = -(-n // (world * _SHARE)) * _SHARE
+    sizes = [max(min(segment, n - p * segment), 0) for p in range(world)]
+    at = rank * segment
+    scatter = Exchange(
+        [Message(p, here + p * segment, sizes[p]) for p in peers if sizes[p]],
+        [Message(p, 0, sizes[rank]) for p in peers if sizes[rank]],
+        (here + at, result + at, sizes[rank]),
+        reduction=reduction,
+    )
+    gather = Exchange(
+        [Message(p, result + at, sizes[rank]) for p in peers if sizes[rank]],
+        [Message(p, result + p * segment, sizes[p]) for p in peers if sizes[p]],
+    )
+    return [scatter, gather]

@@ -1,0 +1,169 @@
+"""Reductions: every rank's tensor goes into one result, for all ranks, for each rank its part, or for one."""
+
+# torch calls each of these with several sets of arguments, which its stubs list as overloads.
+# mypy: disable-error-code="override, assignment"
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch.distributed as dist
+
+from iris_pg import arguments
+from iris_pg.collectives.flow import Fold, Part
+from iris_pg.errors import ArgumentError
+from iris_pg.operations.base import Operations, Tensor, copy, dense, is_asynchronous, room
+from iris_pg.program import Ref
+from iris_pg.reduce_ops import reduction
+from iris_pg.transport import Key
+from iris_pg.work import IrisWork
+
+
+class Reductions(Operations):
+    """all_reduce, reduce, reduce_scatter in all their forms.
+
+    An element's operands are combined in the order of ranks, 16-bit and smaller floats in float32 with one rounding at
+    the end, so all ranks get the same bits, and the same ones every time.
+    """
+
+    def allreduce(self, tensors: list[Tensor], opts: Any = None) -> IrisWork:
+        """Reduce in place, on all ranks. See torch.distributed."""
+        tensor = self._only("all_reduce", tensors)
+        arguments.check_output("all_reduce", "tensor", tensor)
+        r = reduction("all_reduce", _op(opts), tensor.dtype)
+        n = tensor.numel() * tensor.element_size()
+        if n == 0:
+            return IrisWork(tensors)
+        source, target = r.scaled(dense(tensor)), room(tensor)
+        key = ("all_reduce", n, "bytes", tensor.dtype, r.op)
+
+        def flow(key: Key, in_place: bool) -> Fold:
+            here, result = _buffers(self._rank, in_place)
+            return Fold("all_reduce", r.op, r.dtype, (Part(self._rank, n, here),), result, to_all=True)
+
+        after = None if target is tensor else lambda: copy([(tensor, target)])
+        addresses = (source.data_ptr(), target.data_ptr())
+        is_in_place = addresses[0] == addresses[1]
+        asynchronous, keep = is_asynchronous(opts), (source, target)
+        return self._run(key, is_in_place, flow, ("in", "out"), addresses, tensors, asynchronous, keep, after)
+
+    def allreduce_coalesced(self, tensors: list[Tensor], opts: Any = None) -> IrisWork:
+        """Reduce several tensors in place; the work is done when all are. See torch.distributed."""
+        for tensor in tensors:
+            arguments.check_output("all_reduce", "tensor", tensor)
+            reduction("all_reduce", _op(opts), tensor.dtype)
+        return self._all([self.allreduce([tensor], opts) for tensor in tensors], tensors)
+
+    def reduce(self, tensors: list[Tensor], opts: Any = None) -> IrisWork:
+        """Reduce in place, on the root; other ranks' tensors stay as they are. See torch.distributed."""
+        tensor, root = self._only("reduce", tensors), opts.rootRank if opts is not None else 0
+        arguments.check_rank("reduce", "dst", root, self._world)
+        is_root = self._rank == root
+        (arguments.check_output if is_root else arguments.check_tensor)("reduce", "tensor", tensor)
+        r = reduction("reduce", _op(opts), tensor.dtype)
+        n = tensor.numel() * tensor.element_size()
+        if n == 0:
+            return IrisWork(tensors)
+        source = r.scaled(dense(tensor))
+        target = room(tensor) if is_root else source
+        key = ("reduce", n, "bytes", tensor.dtype, r.op, "to rank", root)
+
+        def flow(key: Key, in_place: bool) -> Fold:
+            here, result = _buffers(self._rank, in_place)
+            return Fold("reduce", r.op, r.dtype, (Part(root, n, here),), result if is_root else None)
+
+        after = (lambda: copy([(tensor, target)])) if is_root and target is not tensor else None
+        addresses = (source.data_ptr(), target.data_ptr())
+        is_in_place = addresses[0] == addresses[1]
+        asynchronous, keep = is_asynchronous(opts), (source, target)
+        return self._run(key, is_in_place, flow, ("in", "out"), addresses, tensors, asynchronous, keep, after)
+
+    def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any = None) -> IrisWork:
+        """Reduce ``input`` [world * n...] and give rank r part r of the result, in ``output`` [n...]. See
+        torch.distributed. In place when ``output`` is this rank's part of ``input``.
+        """
+        op, rank = "reduce_scatter_tensor", self._rank
+        arguments.check_scattered(op, output, input, self._world)
+        r = reduction(op, _op(opts), input.dtype)
+        n = output.numel() * output.element_size()
+        if n == 0:
+            return IrisWork([output])
+        source, target = r.scaled(dense(input)), room(output)
+        addresses = (source.data_ptr(), target.data_ptr())
+        is_in_place = addresses[1] == addresses[0] + rank * n
+        if not is_in_place:
+            arguments.check_overlap(op, source, target, rank * n, ("input", "output"))
+        key = (op, n, "bytes a rank", input.dtype, r.op)
+
+        def flow(key: Key, in_place: bool) -> Fold:
+            here = Ref(rank, "in", 0)
+            parts = tuple(Part(p, n, here + p * n) for p in range(self._world))
+            return Fold(op, r.op, r.dtype, parts, here + rank * n if in_place else Ref(rank, "out", 0))
+
+        after = None if target is output else lambda: copy([(output, target)])
+        asynchronous, keep = is_asynchronous(opts), (source, target)
+        return self._run(key, is_in_place, flow, ("in", "out"), addresses, [output], asynchronous, keep, after)
+
+    def reduce_scatter_single_coalesced(
+        self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None
+    ) -> IrisWork:
+        """Reduce and scatter several tensors; the work is done when all are. See torch.distributed."""
+        op = "reduce_scatter_tensor"
+        if len(outputs) != len(inputs):
+            raise ArgumentError(f"{op}: {len(outputs)} outputs and {len(inputs)} inputs; as many of each")
+        for output, input in zip(outputs, inputs, strict=True):
+            arguments.check_scattered(op, output, input, self._world)
+            reduction(op, _op(opts), input.dtype)
+        works = [self.reduce_scatter_single(o, i, opts) for o, i in zip(outputs, inputs, strict=True)]
+        return self._all(works, outputs)
+
+    def reduce_scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any = None) -> IrisWork:
+        """Reduce a list of tensors, and give rank r the result of the r-th; they may have any sizes. See
+        torch.distributed.
+        """
+        op, rank, world = "reduce_scatter", self._rank, self._world
+        output = self._only(op, outputs)
+        if len(inputs) != 1:
+            raise ArgumentError(f"{op}: {len(inputs)} lists of inputs; it takes one per rank")
+        parts = list(inputs[0])
+        arguments.check_output(op, "output", output)
+        arguments.check_inputs(op, "input_list", parts, world, output.dtype)
+        if parts[rank].numel() != output.numel():
+            raise ArgumentError(
+                f"{op}: input_list[{rank}] has {parts[rank].numel()} elements and this rank's output {output.numel()}; "
+                "they "
+                "must be the same"
+            )
+        r = reduction(op, _op(opts), output.dtype)
+        sizes = tuple(t.numel() * t.element_size() for t in parts)
+        if not any(sizes):
+            return IrisWork(outputs)
+        sources, target = [r.scaled(dense(t)) for t in parts], room(output)
+        is_in_place = target.data_ptr() == sources[rank].data_ptr()
+        key = (op, sizes, "bytes", output.dtype, r.op)
+
+        def flow(key: Key, in_place: bool) -> Fold:
+            operands = tuple(Part(p, n, Ref(rank, f"in{p}", 0)) for p, n in enumerate(sizes) if n)
+            result = Ref(rank, f"in{rank}" if in_place else "out", 0) if sizes[rank] else None
+            return Fold(op, r.op, r.dtype, operands, result)
+
+        names = ("out", *(f"in{p}" for p in range(world)))
+        addresses = (target.data_ptr(), *(t.data_ptr() for t in sources))
+        after = None if target is output else lambda: copy([(output, target)])
+        asynchronous, keep = is_asynchronous(opts), (sources, target)
+        return self._run(key, is_in_place, flow, names, addresses, outputs, asynchronous, keep, after)
+
+    # Names of other torch releases.
+    all_reduce = allreduce
+    _reduce_scatter_base = reduce_scatter_single
+    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
+
+
+def _op(opts: Any) -> Any:
+    return opts.reduceOp if opts is not None else dist.ReduceOp.SUM
+
+
+def _buffers(rank: int, in_place: bool) -> tuple[Ref, Ref]:
+    """Return where the operand is and where the result goes; one buffer in place, so that verify() sees it."""
+    here = Ref(rank, "in", 0)
+    return here, here if in_place else Ref(rank, "out", 0)
