@@ -28,7 +28,7 @@ all_gather = (
 
 input = torch.full((args.size,), rank + 1, dtype=torch.uint8)
 if args.heap:  # the same call on every rank, so the tensor lies at the same place of every rank's heap
-    output = dist.group.WORLD.transport.heap.empty(world * args.size, dtype=torch.uint8)
+    output = dist.group.WORLD.heap.empty(world * args.size, dtype=torch.uint8)
 else:
     output = torch.empty(world * args.size, dtype=torch.uint8)
 

@@ -65,7 +65,7 @@ def main() -> int:
     gloo = dist.new_group(backend="gloo")
     sdma = dist.new_group(backend="iris", pg_options=iris_pg.Options(engine="sdma"))
     cu = dist.new_group(backend="iris", pg_options=iris_pg.Options(engine="cu"))
-    heap = sdma.transport.heap  # symmetric memory of that group: all ranks map it
+    heap = sdma.heap  # symmetric memory of that group: all ranks map it
 
     def say(text: str) -> None:
         if rank == 0:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -41,9 +42,15 @@ def nothing_is_left() -> Iterator[set[int]]:
     yield sessions
     left = [rank_pool.left_over(before, patience_s=5, now=held)]
     left += rank_pool.processes_of_sessions(sessions)
-    left += [
-        f"/dev/shm/{name}" for name in set(os.listdir("/dev/shm")) - files if not _used_by_others(f"/dev/shm/{name}")
+    suspects = [
+        name
+        for name in set(os.listdir("/dev/shm")) - files
+        # Python's own semaphores stay when torchrun is killed; nothing here makes any.
+        if not name.startswith("sem.mp-") and not _used_by_others(f"/dev/shm/{name}")
     ]
+    if suspects:
+        time.sleep(1)  # other programs make files there and unlink them a moment later
+    left += [f"/dev/shm/{name}" for name in suspects if os.path.exists(f"/dev/shm/{name}")]
     assert not any(left), f"the tests left behind: {'; '.join(filter(None, left))}"
 
 
@@ -59,9 +66,7 @@ def _pool(nothing_is_left: set[int]) -> Iterator[RankPool]:
 
 @pytest.fixture
 def ranks(_pool: RankPool) -> Callable[[int], Ranks]:
-    """Return ``ranks(world)``: an object whose ``run(fn, *args)`` runs ``fn(rank, world, *args)`` in ``world``
-    processes.
-    """
+    """Return ``ranks(world)``, whose ``run(fn, *args)`` runs ``fn(rank, world, *args)`` in ``world`` processes."""
     return lambda world: Ranks(_pool, world)
 
 

@@ -13,19 +13,28 @@ therefore hold no POLL_REGMEM, and a copy engine that executes them never waits:
 
 Flags are mailboxes with one writer and one reader. ``emptied`` is not looked at before a slot has been used once.
 
-Used by mail.py, which decides what goes where; one thread at a time.
+Beside the slots this file holds what is in them, or about to be: messages being sent or received (:class:`MailWork`),
+messages whose receive has not been found (:class:`Arrival`), and all of these with one peer (:class:`Peer`). mail.py
+decides which message goes where. Works may be used from any thread, the rest from one at a time.
 """
 
 from __future__ import annotations
 
 import struct
-from typing import NamedTuple
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import torch
 
 from iris_pg.copy_engine import packets
-from iris_pg.errors import QueueError
+from iris_pg.errors import ArgumentError, QueueError
 from iris_pg.flags import CREDIT, MAIL_SLOTS
 from iris_pg.memory.heap import SymmetricHeap
 from iris_pg.platforms.atomics import atomics
+from iris_pg.work import IrisWork
 
 _HEADER = struct.Struct("<QQq32s")  # sequence number in the channel, nbytes, tag, dtype in words
 _HEADER_BYTES = 64
@@ -178,3 +187,200 @@ class Inbox:
         if nbytes and address is not None:
             made += packets.copy_linear(dst=address, src=self._slots_at[s] + _HEADER_BYTES, nbytes=nbytes)
         return made + self._signal[s]
+
+
+# Messages -------------------------------------------------------------------------------------------------------------
+
+_dtypes: dict[torch.dtype, bytes] = {}  # in words
+
+
+def _in_words(dtype: torch.dtype) -> bytes:
+    words = _dtypes[dtype] = str(dtype).removeprefix("torch.").encode()[:32]
+    return words
+
+
+class MailWork(IrisWork):
+    """One message being sent or received.
+
+    Args:
+        op: "send" or "recv".
+        peer: the other rank; None while any will do.
+        tag: of the message.
+        tensor: its memory, contiguous; kept until the work is done.
+        drive: waits for this work, at most so many seconds (0: as long as it takes).
+
+    Attributes:
+        address, nbytes: where the bytes lie, and how many.
+        source: the rank that a received message comes from, once it is known.
+        since: ``time.monotonic()`` at which someone began to wait for it; its deadline counts from then.
+    """
+
+    def __init__(
+        self, op: str, peer: int | None, tag: int, tensor: torch.Tensor, drive: Callable[[MailWork, float], None]
+    ) -> None:
+        super().__init__([tensor], drive=_ended)  # _await() does what it is for
+        self.op, self.peer, self.tag = op, peer, tag
+        self.keep = tensor
+        self.address, self.nbytes = tensor.data_ptr(), tensor.numel() * tensor.element_size()
+        self.dtype = _dtypes.get(tensor.dtype) or _in_words(tensor.dtype)
+        self.source = peer if op == "recv" else None
+        self.number = 0  # in the order of calls
+        self.moved = 0  # bytes
+        self.moved_at = 0.0  # time.monotonic() when bytes moved last
+        self.since: float | None = None
+        self._wait_for = drive
+
+    def _await(self, timeout_s: float) -> None:
+        self._wait_for(self, timeout_s)
+
+    def finished(self, error: BaseException | None) -> None:
+        """See :meth:`IrisWork.finished`; afterwards it holds neither the tensor nor the group's memory."""
+        super().finished(error)
+        self._wait_for = _ended
+
+    def get_future(self) -> torch.futures.Future[Any]:
+        """Return a future of the list that holds the tensor."""
+        self.since = self.since or time.monotonic()
+        return super().get_future()
+
+    def source_rank(self) -> int:
+        """Return the rank in the group that the message came from, once it has arrived.
+
+        Raises:
+            ArgumentError: it is being sent, or nothing has arrived.
+        """
+        if self.source is None:
+            raise ArgumentError(
+                f"source_rank: {self.words()} has no source"
+                + ("; ask the work of a recv" if self.op == "send" else " before a message has arrived; wait() first")
+            )
+        return self.source
+
+    _source_rank = source_rank
+
+    def ended_within(self, timeout_s: float) -> bool:
+        """Return whether it has ended, after at most ``timeout_s`` seconds in which another thread may see to it."""
+        assert self._lock is not None
+        with self._lock:
+            if self._done:
+                return True
+            event = self._event = self._event or threading.Event()
+        return event.wait(timeout_s)
+
+    def words(self) -> str:
+        """Return what it is in words, for messages."""
+        if self.op == "send":
+            return f"send to rank {self.peer}, tag {self.tag}, {self.nbytes} bytes"
+        return f"recv from {'any rank' if self.peer is None else f'rank {self.peer}'}, tag {self.tag}"
+
+
+def _ended(work: IrisWork, timeout_s: float = 0.0) -> None:
+    """Wait for a work that has ended."""
+
+
+class Arrival:
+    """A message of which the first part has been taken from a slot, or is about to be.
+
+    Attributes:
+        number: in the order in which this rank's messages begin to arrive.
+        receive: the work it is for, once found.
+        address: where its bytes go: the work's tensor, ``buffer``, or nowhere when None.
+        buffer: uint8 [nbytes], for a message that no receive was found for when it came.
+        moved: bytes that have been taken.
+    """
+
+    __slots__ = ("address", "buffer", "header", "moved", "number", "receive")
+
+    def __init__(self, header: Header, number: int, receive: MailWork | None = None) -> None:
+        self.header, self.number, self.receive = header, number, receive
+        self.address = receive.address if receive else None
+        self.buffer: torch.Tensor | None = None
+        self.moved = 0
+
+    def keep(self) -> None:
+        """Let the bytes go to memory of this process until they are received."""
+        self.buffer = torch.empty(self.header.nbytes, dtype=torch.uint8)
+        self.address = self.buffer.data_ptr()
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether all of it has been taken."""
+        return self.moved == self.header.nbytes
+
+
+class Peer:
+    """All messages between this rank and ``rank`` that have not ended.
+
+    Attributes:
+        sends: in the order in which they leave.
+        sent_at: ``time.monotonic()`` when bytes left last.
+        receives: from this rank and no other, without a message yet, in the order of calls.
+        arriving: the message of which some parts are still to come.
+        unexpected: messages being kept, in the order in which they were sent; the last may be ``arriving``.
+    """
+
+    def __init__(self, heap: SymmetricHeap, rank: int, slot_bytes: int) -> None:
+        self.rank, self.slot_bytes = rank, slot_bytes
+        self.outbox, self.inbox = Outbox(heap, rank, slot_bytes), Inbox(heap, rank, slot_bytes)
+        self.sends: deque[MailWork] = deque()
+        self.sent_at = 0.0
+        self.receives: list[MailWork] = []
+        self.arriving: Arrival | None = None
+        self.unexpected: list[Arrival] = []
+
+    def fill(self) -> tuple[list[bytes], list[MailWork]]:
+        """Return the packets that fill the slots that have room, and the sends that are done with them."""
+        made: list[bytes] = []
+        left: list[MailWork] = []
+        while self.sends and len(made) < MAIL_SLOTS and self.outbox.has_room:  # no slot twice in one batch
+            work = self.sends[0]
+            n = min(self.slot_bytes, work.nbytes - work.moved)
+            begins = None if work.moved else (work.nbytes, work.tag, work.dtype)
+            made.append(self.outbox.put(work.address + work.moved, n, begins))
+            work.moved += n
+            if work.moved == work.nbytes:
+                left.append(self.sends.popleft())
+        return made, left
+
+    def empty(self, match: Callable[[Peer, Header, bool], Arrival | None]) -> tuple[list[bytes], list[Arrival]]:
+        """Return the packets that empty the slots whose parts are wanted, and the messages that are whole with them.
+
+        Args:
+            match: given a message that begins, and whether no slot before it is being emptied, returns where it goes;
+                None leaves it in its slot.
+        """
+        made: list[bytes] = []
+        whole: list[Arrival] = []
+        while len(made) < MAIL_SLOTS and self.inbox.is_filled:
+            arrival, begins = self.arriving, self.arriving is None
+            if arrival is None:
+                arrival = self.arriving = match(self, self.inbox.header(), not made)
+                if arrival is None:
+                    break
+            n = min(self.slot_bytes, arrival.header.nbytes - arrival.moved)
+            address = None if arrival.address is None else arrival.address + arrival.moved
+            made.append(self.inbox.take(address, n, begins))
+            arrival.moved += n
+            if arrival.receive:
+                arrival.receive.moved, arrival.receive.moved_at = arrival.moved, time.monotonic()
+            if arrival.is_whole:
+                whole.append(arrival)
+                self.arriving = None
+        return made, whole
+
+    def works(self) -> Iterator[MailWork]:
+        """Yield the works that have not ended."""
+        yield from self.sends
+        yield from self.receives
+        yield from (a.receive for a in self.unexpected if a.receive)
+        if self.arriving and self.arriving.receive and self.arriving not in self.unexpected:
+            yield self.arriving.receive
+
+    def forget(self, work: MailWork) -> None:
+        """Leave out a work that ends before its time; what still arrives of its message is dropped."""
+        for works in (self.sends, self.receives):
+            if work in works:
+                works.remove(work)
+        for arrival in (self.arriving, *self.unexpected):
+            if arrival and arrival.receive is work:
+                arrival.receive = arrival.address = None

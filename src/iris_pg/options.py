@@ -45,7 +45,7 @@ VARIABLES = (
         "IRIS_PG_CHUNK_BYTES",
         "chunk_bytes",
         int,
-        1 << 18,
+        1 << 19,
         "bytes, a multiple of 256",
         "size of one staging slot: tensors outside the heap move in pieces of this size",
     ),

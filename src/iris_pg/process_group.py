@@ -12,7 +12,10 @@ call returns when it is done; an asynchronous one runs on a thread, or in ``work
 
 from __future__ import annotations
 
+import copy
 import datetime
+import functools
+import secrets
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
@@ -20,7 +23,11 @@ import torch
 import torch.distributed as dist
 
 from iris_pg.errors import ArgumentError, MismatchError, UnsupportedError, where
+from iris_pg.memory.heap import SymmetricHeap
+from iris_pg.memory.pool import TensorPool
 from iris_pg.memory.sharing import Links
+from iris_pg.monitored import MonitoredBarriers
+from iris_pg.operations import front
 from iris_pg.operations.exchanges import Exchanges
 from iris_pg.operations.gathers import Gathers
 from iris_pg.operations.messages import Messages
@@ -33,6 +40,7 @@ from iris_pg.work import IrisWork
 Tensor = torch.Tensor
 
 
+@front.install
 class IrisProcessGroup(Gathers, Reductions, Exchanges, Rooted, Messages, dist.ProcessGroup):
     """A ``torch.distributed`` process group named ``"iris"``, for the ranks of one host.
 
@@ -70,6 +78,7 @@ class IrisProcessGroup(Gathers, Reductions, Exchanges, Rooted, Messages, dist.Pr
         self._timeout_s = self.options.timeout_s or timeout.total_seconds()
         self._peers = [(rank + k) % world for k in range(1, world)]
         self._coalescing: list[IrisWork] | None = None
+        self._splits = 0
         self.links = Links(store, rank, world, group=name, timeout_s=self._timeout_s)
         try:
             self._agree_on_options()
@@ -82,7 +91,8 @@ class IrisProcessGroup(Gathers, Reductions, Exchanges, Rooted, Messages, dist.Pr
         mine = dict(
             engine=self.options.engine, heap_bytes=self.options.heap_bytes, chunk_bytes=self.options.chunk_bytes
         )
-        messages = self.links.exchange(mine, what="create the group")
+        messages = self.links.exchange({**mine, "token": secrets.token_hex(8)}, what="create the group")
+        tokens = [message.payload.pop("token") for message in messages]
         for peer, message in enumerate(messages):
             if message.payload != mine:
                 raise MismatchError(
@@ -90,6 +100,7 @@ class IrisProcessGroup(Gathers, Reductions, Exchanges, Rooted, Messages, dist.Pr
                     "are the same "
                     f"on all ranks {where(group=self._name, rank=self._rank)}"
                 )
+        self._monitored = MonitoredBarriers(self._store, self.links, tokens[0])
 
     # What the group is ------------------------------------------------------------------------------------------------
 
@@ -118,6 +129,11 @@ class IrisProcessGroup(Gathers, Reductions, Exchanges, Rooted, Messages, dist.Pr
 
     def _set_group_desc(self, description: str) -> None:
         self._description = description
+
+    @property
+    def heap(self) -> SymmetricHeap:
+        """The group's symmetric heap: outputs made by ``heap.empty`` are gathered and broadcast without a copy."""
+        return self.transport.heap
 
     @property
     def _device_types(self) -> list[torch.device]:
@@ -149,6 +165,108 @@ class IrisProcessGroup(Gathers, Reductions, Exchanges, Rooted, Messages, dist.Pr
         works, self._coalescing = self._coalescing or [], None
         return self._all(works, [])
 
+    # What torch asks of a Backend, the object that _get_backend returns -----------------------------------------------
+
+    supports_splitting = True
+    supports_coalescing = supports_time_estimate = supports_shrinking = False
+
+    def eager_connect_single_device(self, device: torch.device | None = None) -> None:
+        """Nothing to do: a group is connected when it is made."""
+
+    def perform_nocolor_split(self, device: torch.device) -> None:
+        """Nothing to do: ranks outside a new group need not help to make it."""
+
+    def supports_tensor_alloc(self, device: torch.device) -> bool:
+        """Return whether :meth:`allocate_tensor` makes tensors for ``device``."""
+        return torch.device(device).type == "cpu"
+
+    def allocate_tensor(self, size: int, *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Return an uninitialised tensor [size] in the group's symmetric heap; its memory is used again when it and all
+        views of it are gone. All ranks call this in the same order. See :class:`TensorPool`.
+
+        Raises:
+            UnsupportedError: not a CPU device. Else as :meth:`TensorPool.tensor`.
+        """
+        if torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None:
+            return torch.empty(size, dtype=dtype, device=device)
+        if not self.supports_tensor_alloc(device):
+            raise UnsupportedError(
+                f"allocate_tensor on {device}: this version has a heap for CPU tensors only; use torch.empty "
+                f"{where(group=self._name, rank=self._rank)}"
+            )
+        return self.pool.tensor(size, dtype)
+
+    @functools.cached_property
+    def pool(self) -> TensorPool:
+        """The tensors of :meth:`allocate_tensor`."""
+        return TensorPool(self.transport.heap)
+
+    # Groups from groups -----------------------------------------------------------------------------------------------
+
+    def split_group(
+        self,
+        ranks: Sequence[int],
+        timeout: datetime.timedelta | None = None,
+        opts: Options | None = None,
+        group_name: str | None = None,
+        group_desc: str | None = None,
+        device_types: Sequence[torch.device] | None = None,
+    ) -> IrisProcessGroup | None:
+        """Return a new group of some ranks of this one, in ascending order; None on any other rank. Every rank of this
+        group calls it, at the same time with sets of ranks that do not overlap. ``shutdown`` closes the new group.
+
+        Args:
+            ranks: in this group.
+            timeout, opts: this group's when None.
+            device_types: ignored: a group serves all devices that it can.
+
+        Raises:
+            ArgumentError: not ranks of this group, a rank twice, or options of another backend.
+        """
+        place = where(group=self._name, rank=self._rank)
+        members = sorted(ranks)
+        if not members or members[0] < 0 or members[-1] >= self._world or len(set(members)) < len(members):
+            raise ArgumentError(
+                f"split_group: ranks={list(ranks)}; it takes different ranks out of 0..{self._world - 1} {place}"
+            )
+        if opts is not None and not isinstance(opts, Options):
+            raise ArgumentError(f"split_group: opts is {type(opts).__name__}; it takes iris_pg.Options {place}")
+        # torch's name of the group is no good for the Store: it depends on how many groups a rank is in.
+        self._splits += 1
+        if self._rank not in members:
+            return None
+        part = f"split/{self._splits}/{'_'.join(map(str, members))}"
+        group = IrisProcessGroup(
+            dist.PrefixStore(part, self._store),
+            members.index(self._rank),
+            len(members),
+            timeout or datetime.timedelta(seconds=self._timeout_s),
+            [self._global_ranks[r] for r in members],
+            group_name or f"{self._name}/{part}",
+            copy.deepcopy(self.options) if opts is None else opts,
+        )
+        group._set_group_desc(group_desc or f"{self._description}:split")
+        return group
+
+    splitGroup = split_group  # noqa: N815 (torch's name)
+
+    # Life -------------------------------------------------------------------------------------------------------------
+
+    def monitored_barrier(
+        self, timeout: datetime.timedelta | float | None = None, wait_all_ranks: bool = False
+    ) -> None:
+        """Return when every rank has entered, or say which has not. It leaves the group as it is, also when it fails.
+
+        Args:
+            timeout: deadline; the group's when None.
+            wait_all_ranks: name all ranks that are late or gone by then, and not only the first that is.
+
+        Raises:
+            DeadlineError: naming ranks that are late. PeerLostError: naming ranks that have died or left.
+        """
+        timeout_s = timeout.total_seconds() if isinstance(timeout, datetime.timedelta) else timeout
+        self._monitored.wait(self._timeout_s if timeout_s is None else timeout_s, wait_all_ranks)
+
     def set_timeout(self, timeout: datetime.timedelta) -> None:
         """Set the deadline of every later wait of this group, on this rank."""
         self._timeout_s = timeout.total_seconds()
@@ -166,7 +284,8 @@ class IrisProcessGroup(Gathers, Reductions, Exchanges, Rooted, Messages, dist.Pr
 def _missing(name: str) -> Callable[..., NoReturn]:
     def method(self: IrisProcessGroup, *args: Any, **kwargs: Any) -> NoReturn:
         raise UnsupportedError(
-            f"{name} does not exist in backend iris yet; use new_group, or a gloo or nccl group for it "
+            f"{name} does not exist in backend iris yet; make the group of all ranks at once, by init_process_group, or "
+            "use a gloo or nccl group for it "
             f"{where(group=self._name, rank=self._rank)}"
         )
 
@@ -175,7 +294,7 @@ def _missing(name: str) -> Callable[..., NoReturn]:
     return method
 
 
-for _name in ("monitored_barrier split_group splitGroup merge_remote_group mergeRemoteGroup").split():
+for _name in ("merge_remote_group", "mergeRemoteGroup"):
     setattr(IrisProcessGroup, _name, _missing(_name))
 
 
@@ -206,6 +325,8 @@ def create(dist_opts: Any, options: Any) -> IrisProcessGroup:
     if options is not None and not isinstance(options, Options):
         raise ArgumentError(f"pg_options is {type(options).__name__}; backend iris takes iris_pg.Options")
     world = dist_opts.group_size
+    if options is None and dist_opts.global_ranks_in_group:
+        options = _options_of_default_group()
     return IrisProcessGroup(
         dist_opts.store,
         dist_opts.group_rank,
@@ -215,3 +336,9 @@ def create(dist_opts: Any, options: Any) -> IrisProcessGroup:
         dist_opts.group_id,
         options,
     )
+
+
+def _options_of_default_group() -> Options | None:
+    """Return what a subgroup takes when it is given no options: those of the default group, if that is one of these."""
+    group = dist.distributed_c10d._get_default_group() if dist.is_initialized() else None
+    return group.options if isinstance(group, IrisProcessGroup) else None

@@ -136,4 +136,37 @@ class IrisWork(Work):  # type: ignore[misc]
             future.set_result(self._outputs)
 
 
-__all__ = ["IrisWork"]
+class Together(IrisWork):
+    """The work of several operations, done when all are, in whatever order they end.
+
+    Args:
+        works: at least one.
+        outputs: what ``result()`` and the future give.
+    """
+
+    def __init__(self, works: list[IrisWork], outputs: list[Any]) -> None:
+        super().__init__(outputs)
+        self._works = works
+
+    def wait(self, timeout: datetime.timedelta | None = None) -> bool:
+        """Wait for each; ``timeout`` is for each. Raises what ended the first that failed."""
+        for work in self._works:
+            work.wait(timeout)
+        return True
+
+    def is_completed(self) -> bool:
+        """Return whether all have ended, well or not."""
+        return all(work.is_completed() for work in self._works)
+
+    def is_success(self) -> bool:
+        """Return whether all have ended well."""
+        return all(work.is_success() for work in self._works)
+
+    def exception(self) -> BaseException | None:
+        """Return what ended the first that failed, if one has."""
+        return next((error for work in self._works if (error := work.exception())), None)
+
+    def get_future(self) -> torch.futures.Future[Any]:
+        """Return a future of the list of output tensors."""
+        done = torch.futures.collect_all([work.get_future() for work in self._works])
+        return done.then(lambda each: ([future.value() for future in each.value()], self._outputs)[1])

@@ -1,6 +1,8 @@
 """The compiled atomic operations, against Python's arithmetic; and that they are atomic."""
 
 import ctypes
+import subprocess
+import sys
 import threading
 import time
 
@@ -132,3 +134,16 @@ def test_committing_in_order():
     assert list(words) == [0, 0, 64]
     assert atomics().commit(at, at + 8, at + 16, 64, 128)
     assert list(words) == [128, 128, 128]
+
+
+def test_threads_that_are_first_together_get_the_same_code():
+    """Two sets compiled at once would leave functions of one whose code is gone with it."""
+    script = (
+        "import threading\nfrom iris_pg.platforms.atomics import atomics\n"
+        "start, sets = threading.Barrier(8), []\n"
+        "def first(): start.wait(); sets.append(atomics())\n"
+        "threads = [threading.Thread(target=first) for _ in range(8)]\n"
+        "[t.start() for t in threads]; [t.join() for t in threads]\n"
+        "assert len(sets) == 8 and all(s is sets[0] for s in sets)"
+    )
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=60)

@@ -2,19 +2,23 @@
 here.
 """
 
+import ctypes
+import mmap
+import platform
 import re
 
 import pytest
 import torch
 
-from iris_pg.errors import DeadlineError
-from iris_pg.kernels.engine import Exchange, KernelEngine, Message, area_bytes
+from iris_pg.copy_engine.reduction import reduce_bytes
+from iris_pg.errors import DeadlineError, UnsupportedError
+from iris_pg.kernels.engine import Exchange, KernelEngine, Message, area_bytes, reduction_types
 from iris_pg.kernels.launch import kernels
 
 SLOT = 256
 
 
-@pytest.mark.parametrize("name", ["exchange", "push"])
+@pytest.mark.parametrize("name", ["exchange", "push", "reduce"])
 @pytest.mark.parametrize("backend,arch,width", [("cuda", 90, 32), ("hip", "gfx942", 64), ("hip", "gfx950", 64)])
 def test_flags_are_released_and_acquired_at_system_scope(name, backend, arch, width):
     import triton
@@ -22,7 +26,12 @@ def test_flags_are_released_and_acquired_at_system_scope(name, backend, arch, wi
     from triton.compiler import ASTSource
 
     function = getattr(kernels(interpreted=False), name)
-    constants = {"world": 4, "slot_bytes": 65536, "BLOCK": 4096, "WORD": 8}
+    constants = {"world": 4, "slot_bytes": 65536, "BLOCK": 4096}
+    if name == "reduce":
+        element, accumulator, op, _ = reduction_types("avg", "bfloat16")
+        constants |= {"ELEMENT": element, "ACCUMULATOR": accumulator, "OP": op}
+    else:
+        constants["WORD"] = 8
     signature = {a: "constexpr" if a in constants else "i32" if a == "rank" else "i64" for a in function.arg_names}
     source = ASTSource(function, signature=signature, constexprs=constants)
     asm = triton.compile(source, target=GPUTarget(backend, arch, width)).asm
@@ -173,3 +182,81 @@ def test_triton_is_left_as_it_was():
     finally:
         group.close()
     assert tl.load is before
+
+
+def test_addresses_that_fit_in_31_bits():
+    """Memory of a small allocation lies low in an interpreter that is not position independent."""
+    libc = ctypes.CDLL(None)
+    libc.mmap.restype = ctypes.c_void_p
+    libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_int64]
+    libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+    map_32bit = 0x40  # <sys/mman.h>, x86-64
+    length = 1 << 16
+    low = libc.mmap(
+        None, length, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | map_32bit, -1, 0
+    )
+    if platform.machine() != "x86_64":
+        pytest.skip("MAP_32BIT is x86-64's alone; other machines have no such memory to ask for")
+    try:
+        assert low < 1 << 31
+
+        def moved(tensor, offset):
+            memory = (ctypes.c_char * (tensor.numel() * tensor.element_size())).from_address(low + offset)
+            return torch.frombuffer(memory, dtype=tensor.dtype).view(tensor.shape)
+
+        group = Group(1)
+        engine = group.engines[0]
+        engine.bases = [low + (1 << 15)]
+        engine._table, engine._counters = moved(engine._table, 0), moved(engine._counters, 4096)
+        engine._words = moved(engine._words, 8192)
+        source, target = data(0, 1000), torch.zeros(1000, dtype=torch.uint8)
+        group.run([Exchange(own=(source.data_ptr(), target.data_ptr(), 1000))])
+        group.close()
+        assert torch.equal(source, target)
+    finally:
+        libc.munmap(low, length)
+
+
+REDUCED = [
+    ("sum", "float32"),
+    ("avg", "int32"),
+    ("max", "bfloat16"),
+    ("bxor", "uint8"),
+    ("product", "int64"),
+    ("sum", "bool"),
+]
+
+
+@pytest.mark.parametrize(("op", "dtype"), REDUCED)
+@pytest.mark.parametrize("world", [2, 3])
+def test_reduce_combines_in_the_order_of_ranks(world, op, dtype):
+    """Every rank's kernel gives the bits that the software engine's reduction gives."""
+    element = getattr(torch, dtype)
+    group = Group(world)
+    try:
+        for iteration, numel in enumerate([1, SLOT // element.itemsize + 3]):
+            inputs = [(data(r, numel, iteration).to(torch.int64) % 7 - 3 + r % 2).to(element) for r in range(world)]
+            n = numel * element.itemsize
+            expected = torch.empty_like(inputs[0])
+            reduce_bytes(op, dtype, expected.data_ptr(), [t.data_ptr() for t in inputs], n)
+            outputs = [torch.zeros_like(expected) for _ in range(world)]
+            group.run(
+                [
+                    Exchange(
+                        [Message(p, inputs[r].data_ptr(), n) for p in range(world) if p != r],
+                        [Message(p, 0, n) for p in range(world) if p != r],
+                        (inputs[r].data_ptr(), outputs[r].data_ptr(), n),
+                        reduction=(op, dtype),
+                    )
+                    for r in range(world)
+                ]
+            )
+            for output in outputs:
+                assert torch.equal(output, expected), (numel, output, expected)
+    finally:
+        group.close()
+
+
+def test_a_reduction_that_the_kernels_lack_is_refused():
+    with pytest.raises(UnsupportedError, match='product of complex64 .* engine="sdma"'):
+        reduction_types("product", "complex64")

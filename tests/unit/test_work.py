@@ -11,6 +11,7 @@ import torch
 from torch._C._distributed_c10d import Work
 
 from iris_pg.errors import DeadlineError, MismatchError, PeerLostError
+from iris_pg.operations.base import Operations
 from iris_pg.work import IrisWork
 
 
@@ -144,3 +145,20 @@ def test_a_failed_work_and_its_future_do_not_keep_the_frames_alive_that_waited()
     held = wait_in_vain()
     gc.collect()
     assert held() is None
+
+
+def test_the_work_of_several_operations_fails_when_one_has_failed_already():
+    works = [IrisWork(["a"]), IrisWork(["b"], drive=nothing), IrisWork(["c"])]
+    works[1].finished(PeerLostError("gone"))
+    whole = Operations._all(None, works, ["a", "b", "c"])
+    with pytest.raises(PeerLostError, match="gone"):
+        whole.wait()
+    assert Operations._all(None, [works[0], works[2]], ["a", "c"]).wait()
+    works = [IrisWork(["a"], drive=nothing), IrisWork(["b"], drive=nothing), IrisWork(["c"])]
+    whole = Operations._all(None, works, ["a", "b", "c"])
+    assert not whole.is_completed()
+    works[0].finished(None)
+    assert not whole.is_completed()
+    works[1].finished(None)
+    assert whole.is_success()
+    assert whole.result() == ["a", "b", "c"]

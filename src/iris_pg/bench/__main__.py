@@ -108,6 +108,7 @@ def _run(args: argparse.Namespace) -> int:
     rank, world = dist.get_rank(), dist.get_world_size()
     groups = suite.open_groups(suite.contenders(args.backends, args.engine, args.memory))
     anchor = list(groups)[-1].name
+    machine = report.host()
     if args.pin:  # only now: threads that a backend has started stay free to run anywhere
         cores = sorted(os.sched_getaffinity(0))
         os.sched_setaffinity(0, {cores[rank % len(cores)]})
@@ -129,7 +130,7 @@ def _run(args: argparse.Namespace) -> int:
         if args.json:
             options = {name: value for name, value in vars(args).items() if name not in ("store", "json", "deadline")}
             with open(args.json, "w") as file:
-                json.dump(report.document(rows, options, world, anchor, others), file, indent=1)
+                json.dump(report.document(rows, options, world, anchor, machine, others), file, indent=1)
                 file.write("\n")
     return 0
 

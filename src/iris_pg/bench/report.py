@@ -60,16 +60,19 @@ def host() -> dict[str, Any]:
     }
 
 
-def document(rows: Sequence[Row], options: dict[str, Any], world: int, anchor: str, others: float) -> dict[str, Any]:
+def document(
+    rows: Sequence[Row], options: dict[str, Any], world: int, anchor: str, machine: dict[str, Any], others: float
+) -> dict[str, Any]:
     """Return the report as JSON-able data; times in microseconds, sizes in bytes per rank.
 
     Args:
+        machine: from :func:`host`, asked before ranks were pinned.
         others: cores that other processes kept busy meanwhile.
     """
     return {
         "schema": SCHEMA,
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "host": host(),
+        "host": machine,
         "versions": versions(),
         "world": world,
         "anchor": anchor,

@@ -184,7 +184,7 @@ def run_size(
     finally:
         for c, output in outputs.items():
             if c.memory == "heap":
-                groups[c].transport.heap.free(output)
+                groups[c].heap.free(output)
 
     anchor = list(groups)[-1].name
     received = operation.received_nbytes(nbytes, world)
@@ -201,7 +201,7 @@ def run_size(
 
 def _output(contender: Contender, group: Any, nbytes: int) -> Tensor:
     if contender.memory == "heap":
-        return group.transport.heap.empty(nbytes, dtype=torch.uint8)  # type: ignore[no-any-return]
+        return group.heap.empty(nbytes, dtype=torch.uint8)  # type: ignore[no-any-return]
     return torch.empty(nbytes, dtype=torch.uint8)
 
 

@@ -22,7 +22,7 @@ class Patience:
     """
 
     CHECK_S = 2e-3  # seconds between two looks at peers and the deadline
-    _SPIN_S, _YIELD_S, _SLEEP_S = 100e-6, 2e-3, 500e-6
+    _SPIN_S, _YIELD_S, _SLEEP_S = 5e-6, 2e-3, 500e-6  # longer spins keep a peer on the same core from running
     _TURNS = 400  # polls a spin, about 1 us
 
     def __init__(

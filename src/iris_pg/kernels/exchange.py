@@ -125,8 +125,9 @@ def exchange(
     """Move messages between tensors anywhere, through landing slots."""
     cta = tl.program_id(0).to(tl.int64)
     ctas = tl.num_programs(0).to(tl.int64)
-    rows = table.to(tl.pointer_type(tl.int64))
-    count = counters.to(tl.pointer_type(tl.int32)) + cta * COUNTERS * world
+    abort = tl.cast(abort, tl.int64)  # a small address arrives as a 32-bit number
+    rows = tl.cast(table, tl.int64).to(tl.pointer_type(tl.int64))
+    count = tl.cast(counters, tl.int64).to(tl.pointer_type(tl.int32)) + cta * COUNTERS * world
     cta_flags = flags + cta * FLAGS * world * LINE
 
     share = _share(own_bytes, cta, ctas)
@@ -197,8 +198,9 @@ def push(
     """Write messages straight into the peers' outputs; arguments as for ``exchange``."""
     cta = tl.program_id(0).to(tl.int64)
     ctas = tl.num_programs(0).to(tl.int64)
-    rows = table.to(tl.pointer_type(tl.int64))
-    count = counters.to(tl.pointer_type(tl.int32)) + cta * COUNTERS * world
+    abort = tl.cast(abort, tl.int64)  # a small address arrives as a 32-bit number
+    rows = tl.cast(table, tl.int64).to(tl.pointer_type(tl.int64))
+    count = tl.cast(counters, tl.int64).to(tl.pointer_type(tl.int32)) + cta * COUNTERS * world
     cta_flags = flags + cta * FLAGS * world * LINE
 
     # Let every rank that writes into this rank's output begin.
@@ -296,8 +298,9 @@ def reduce(
     ctas = tl.num_programs(0).to(tl.int64)
     lane = tl.arange(0, BLOCK)
     size = ELEMENT.primitive_bitwidth // 8
-    rows = table.to(tl.pointer_type(tl.int64))
-    count = counters.to(tl.pointer_type(tl.int32)) + cta * COUNTERS * world
+    abort = tl.cast(abort, tl.int64)  # a small address arrives as a 32-bit number
+    rows = tl.cast(table, tl.int64).to(tl.pointer_type(tl.int64))
+    count = tl.cast(counters, tl.int64).to(tl.pointer_type(tl.int32)) + cta * COUNTERS * world
     cta_flags = flags + cta * FLAGS * world * LINE
 
     longest = own_bytes

@@ -22,6 +22,8 @@ def kernels(interpreted: bool) -> ModuleType:
     """Return :mod:`iris_pg.kernels.exchange`, loaded to run in the interpreter or to be compiled."""
     import triton
 
+    if interpreted:
+        _mend_interpreter()
     name = "iris_pg.kernels." + ("interpreted_exchange" if interpreted else "compiled_exchange")
     spec = importlib.util.spec_from_file_location(name, Path(__file__).with_name("exchange.py"))
     assert spec and spec.loader
@@ -30,6 +32,25 @@ def kernels(interpreted: bool) -> ModuleType:
         triton.knobs.runtime.interpret = interpreted
         spec.loader.exec_module(module)
     return module
+
+
+def _mend_interpreter() -> None:
+    """Make loops over scalar tensors work in the interpreter of Triton 3.6 with NumPy 2.4 and later.
+
+    It converts an array of one element to an integer, which NumPy has stopped to allow; Triton 3.7 squeezes it first.
+    """
+    import triton
+    from triton.runtime import interpreter
+
+    if tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 7):
+        return
+    patch = interpreter._patch_lang_tensor
+
+    def patch_and_squeeze(tensor: Any, scope: Any) -> None:
+        patch(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.squeeze()))
+
+    interpreter._patch_lang_tensor = patch_and_squeeze
 
 
 _patched = threading.Lock()

@@ -10,7 +10,7 @@ import torch
 from iris_pg.collectives.flow import Flow, Fold
 from iris_pg.errors import ArgumentError
 from iris_pg.transport import Key, Transport
-from iris_pg.work import IrisWork
+from iris_pg.work import IrisWork, Together
 
 Tensor = torch.Tensor
 
@@ -49,14 +49,20 @@ class Operations:
         work = IrisWork(outputs, drive=self.transport.drive_work)
         work.keep, work.after = keep, after
         self.transport.run(key, local, flow, names, addresses, work)
+        return self._coalesced(work)
+
+    def _coalesced(self, work: IrisWork) -> IrisWork:
+        """Note ``work`` if calls are being coalesced; returns it."""
         if self._coalescing is not None:
             self._coalescing.append(work)
         return work
 
     def _all(self, works: list[IrisWork], outputs: list[Any]) -> IrisWork:
-        """Return a work that is done when all of ``works`` are; they run in order, so when the last is."""
-        pending = [w for w in works if not w.is_completed()]
-        return pending[-1].of(outputs) if pending else IrisWork(outputs)
+        """Return a work that is done when all of ``works`` are."""
+        pending = [w for w in works if not w.is_success()]  # one that has failed already must be told of, too
+        if len(pending) > 1:
+            return Together(pending, outputs)
+        return pending[0].of(outputs) if pending else IrisWork(outputs)
 
     def _only(self, op: str, tensors: list[Tensor]) -> Tensor:
         if len(tensors) != 1:

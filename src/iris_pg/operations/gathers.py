@@ -7,8 +7,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
-
 from iris_pg import arguments
 from iris_pg.collectives.flow import Flow, Part
 from iris_pg.errors import ArgumentError
@@ -34,8 +32,7 @@ class Gathers(Operations):
         n = input.numel() * input.element_size()
         if n == 0:
             return IrisWork([output])
-        source = input if input.is_contiguous() else input.contiguous()
-        target = output if output.is_contiguous() else torch.empty_like(output, memory_format=torch.contiguous_format)
+        source, target = dense(input), room(output)
         addresses = (source.data_ptr(), target.data_ptr())
         own_copy = addresses[0] != addresses[1] + self._rank * n
         if own_copy:
@@ -43,7 +40,7 @@ class Gathers(Operations):
         offset = self.transport.heap.offset_of(addresses[1], self._world * n)
         place = None if offset is None else ("zero copy at", offset)
         key = ("all_gather_into_tensor", n, "bytes a rank", input.dtype, place)
-        after = None if target is output else lambda: output.copy_(target)
+        after = None if target is output else lambda: copy([(output, target)])
         keep = (source, target)
         return self._run(
             key, own_copy, self._gather_flow, ("in", "out"), addresses, [output], asynchronous, keep, after

@@ -22,7 +22,7 @@ class Messages(Operations):
         tensor = self._only("send", tensors)
         arguments.check_rank("send", "dst", dst, self._world)
         arguments.check_tensor("send", "tensor", tensor)
-        return self.transport.mail.send(dense(tensor), dst, tag).of(tensors)
+        return self._coalesced(self.transport.mail.send(dense(tensor), dst, tag).of(tensors))
 
     def recv(self, tensors: list[Tensor], src: int, tag: int = 0) -> IrisWork:
         """Receive into a tensor of any layout from rank ``src`` of the group. See torch.distributed, and mail.py.
@@ -43,4 +43,4 @@ class Messages(Operations):
         arguments.check_output("recv", "tensor", tensor)
         target = room(tensor)
         after = None if target is tensor else lambda: copy([(tensor, target)])
-        return self.transport.mail.recv(target, src, tag, after).of(tensors)
+        return self._coalesced(self.transport.mail.recv(target, src, tag, after).of(tensors))

@@ -12,7 +12,7 @@ Source: LLVM Language Reference, "Atomic Memory Ordering Constraints".
 from __future__ import annotations
 
 import ctypes
-import functools
+import threading
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -219,9 +219,20 @@ wait:
     return "\n".join(parts)
 
 
-@functools.cache
+_compiled: Atomics | None = None
+_compiling = threading.Lock()
+
+
 def atomics() -> Atomics:
-    """Return the compiled operations; the first call in a process compiles them."""
+    """Return the compiled operations; the first call compiles them. A process has one set, for good."""
+    global _compiled
+    if _compiled is None:
+        with _compiling:
+            _compiled = _compiled or _compile()
+    return _compiled
+
+
+def _compile() -> Atomics:
     import llvmlite.binding as llvm
 
     llvm.initialize_native_target()
