@@ -437,17 +437,22 @@ def _execute(task: Task, store: Any) -> Outcome:
 
     global current_store
     result, error, skip = pickle.dumps(None), None, None
+    failed_at = None
     try:
         function = _function(task)
         with _group(task, store):
             current_store = _prefixed(task.prefix, store)
-            result = pickle.dumps(function(task.rank, task.world, *pickle.loads(task.arguments)))
+            try:
+                result = pickle.dumps(function(task.rank, task.world, *pickle.loads(task.arguments)))
+            except BaseException:
+                failed_at = time.monotonic()  # before the group is destroyed, which others may notice and end first
+                raise
     except pytest.skip.Exception as raised:
         skip = str(raised)
     except BaseException:
         error = traceback.format_exc()
     current_store = None
-    return Outcome(time.monotonic(), result, error, skip)
+    return Outcome(failed_at or time.monotonic(), result, error, skip)
 
 
 def _prefixed(prefix: str, store: Any) -> Any:

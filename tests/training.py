@@ -40,7 +40,9 @@ def batch(rank: int, step: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 def mesh_of(backend: str, shape: Sequence[int], names: Sequence[str]) -> dist.DeviceMesh:
     """Return a device mesh for CPU tensors with groups of ``backend``."""
-    return dist.init_device_mesh("cpu", tuple(shape), mesh_dim_names=tuple(names), backend_override=dict.fromkeys(names, backend))
+    return dist.init_device_mesh(
+        "cpu", tuple(shape), mesh_dim_names=tuple(names), backend_override=dict.fromkeys(names, backend)
+    )
 
 
 def differences(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> dict[str, float]:
@@ -59,6 +61,7 @@ def forget_meshes() -> None:
         clear = getattr(_redistribute, "clear_redistribute_planner_cache", None)
         if clear:
             clear()
-        for cache in gc.get_objects():
-            if isinstance(cache, functools._lru_cache_wrapper) and (cache.__module__ or "").startswith("torch.distributed"):
+        caches = [found for found in gc.get_objects() if type(found) is functools._lru_cache_wrapper]
+        for cache in caches:
+            if (cache.__module__ or "").startswith("torch.distributed"):
                 cache.cache_clear()

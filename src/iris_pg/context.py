@@ -17,6 +17,7 @@ the same order. Everything else concerns this rank alone, and may be called from
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from types import TracebackType
 from typing import Any
@@ -24,6 +25,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from iris_pg.collective_api import Collectives
 from iris_pg.copy_engine.channels import Channels
 from iris_pg.copy_engine.one_sided import Encoder
 from iris_pg.errors import ArgumentError, ClosedError, OptionError, PeerLostError, UnsupportedError, where
@@ -264,6 +266,12 @@ class Iris(HeapTensors):
         received = objects.broadcast(self._links, sent, src)
         return value if src == self.cur_rank else received
 
+    @functools.cached_property
+    def ccl(self) -> Collectives:
+        """The context's collectives: ``ctx.ccl.all_gather(output, input)`` and the like."""
+        self._check_open("ccl")
+        return Collectives(self._links, self.heap)
+
     # Life -------------------------------------------------------------------------------------------------------------
 
     def close(self) -> None:
@@ -274,6 +282,8 @@ class Iris(HeapTensors):
         """
         if self._links.closed:
             return
+        if "ccl" in self.__dict__:
+            self.ccl.close()
         if self._channels:
             self._channels.close(ClosedError(f"the context was closed {self._where()}"))
         self.heap.close()

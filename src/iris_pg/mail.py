@@ -85,7 +85,7 @@ class Mail:
         self._links, self._check_open, self._check, self._give_up = heap.links, check_open, check, give_up
         hostile = None if hostile_seed is None else random.Random(f"{hostile_seed}/{heap.rank}/mail")
         ring = Ring(_RING_BYTES, f"{self._links.group}/{heap.rank}/mail")
-        self._queue = Queue(ring, Patience(timeout_s, heap.world), hostile)
+        self._queue: Queue | None = Queue(ring, Patience(timeout_s, heap.world), hostile)
         self._peers = {p: Peer(heap, p, self.slot_bytes) for p in range(heap.world) if p != heap.rank}
         self._order = deque(self._peers.values())  # the first is looked at first
         self._receives: list[MailWork] = []  # from any rank, without a message yet, in the order of calls
@@ -219,6 +219,7 @@ class Mail:
 
     def _execute(self, made: list[bytes], ending: list[MailWork]) -> None:
         """Execute packets, then end the operations whose last they were."""
+        assert self._queue
         self._batch = ending
         self._queue.drive(self._queue.submit([Batch(bytearray().join(made))]))
         self._batch = []
@@ -436,6 +437,7 @@ class Mail:
         """End all operations with ``error`` and stop the thread; the heap may go then. Idempotent."""
         with self._lock:
             self._fail(error)
+            self._queue = None  # and with it its ring, though torch may keep the group for long
         self._stop = True
         self._wake.set()
         self._tell()
@@ -505,7 +507,7 @@ class Mail:
             if tags := sorted({a.header.tag for p in peers for a in p.unexpected if not a.receive}):
                 who += f"; there are messages with tags {', '.join(map(str, tags))}, which no recv was called for"
         gone = "".join(f"; rank {r} is gone" for r in lost)
-        return f"{work.words()}, was not done in time: {who}{gone}{self._where(work.op)}"
+        return f"{work.words()}: Timed out waiting: {who}{gone}{self._where(work.op)}"
 
     def _where(self, op: str) -> str:
         return " " + where(group=self._links.group, rank=self.rank, op=op)

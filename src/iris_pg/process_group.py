@@ -16,7 +16,7 @@ import copy
 import datetime
 import functools
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -29,7 +29,6 @@ from iris_pg.memory.sharing import Links
 from iris_pg.monitored import MonitoredBarriers
 from iris_pg.operations import front
 from iris_pg.operations.exchanges import Exchanges
-from iris_pg.operations.gathers import Gathers
 from iris_pg.operations.messages import Messages
 from iris_pg.operations.reductions import Reductions
 from iris_pg.operations.rooted import Rooted
@@ -41,7 +40,7 @@ Tensor = torch.Tensor
 
 
 @front.install
-class IrisProcessGroup(Gathers, Reductions, Exchanges, Rooted, Messages, dist.ProcessGroup):
+class IrisProcessGroup(Reductions, Exchanges, Rooted, Messages, dist.ProcessGroup):
     """A ``torch.distributed`` process group named ``"iris"``, for the ranks of one host.
 
     Made by ``init_process_group("iris")`` and ``new_group(backend="iris")``; every rank of the group makes it.
@@ -267,6 +266,15 @@ class IrisProcessGroup(Gathers, Reductions, Exchanges, Rooted, Messages, dist.Pr
         timeout_s = timeout.total_seconds() if isinstance(timeout, datetime.timedelta) else timeout
         self._monitored.wait(self._timeout_s if timeout_s is None else timeout_s, wait_all_ranks)
 
+    def merge_remote_group(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Raise UnsupportedError: groups of backend iris cannot be merged."""
+        raise UnsupportedError(
+            "merge_remote_group does not exist in backend iris; make one group of all ranks at once, by new_group or "
+            f"init_process_group {where(group=self._name, rank=self._rank)}"
+        )
+
+    mergeRemoteGroup = merge_remote_group  # noqa: N815 (torch's name)
+
     def set_timeout(self, timeout: datetime.timedelta) -> None:
         """Set the deadline of every later wait of this group, on this rank."""
         self._timeout_s = timeout.total_seconds()
@@ -279,23 +287,6 @@ class IrisProcessGroup(Gathers, Reductions, Exchanges, Rooted, Messages, dist.Pr
         self.links.close("destroy_process_group")
 
     abort = shutdown
-
-
-def _missing(name: str) -> Callable[..., NoReturn]:
-    def method(self: IrisProcessGroup, *args: Any, **kwargs: Any) -> NoReturn:
-        raise UnsupportedError(
-            f"{name} does not exist in backend iris yet; make the group of all ranks at once, by init_process_group, or "
-            "use a gloo or nccl group for it "
-            f"{where(group=self._name, rank=self._rank)}"
-        )
-
-    method.__name__ = name
-    method.__doc__ = f"Raise UnsupportedError: {name} does not exist yet."
-    return method
-
-
-for _name in ("merge_remote_group", "mergeRemoteGroup"):
-    setattr(IrisProcessGroup, _name, _missing(_name))
 
 
 def explain(group: dist.ProcessGroup | None = None) -> str:

@@ -62,9 +62,10 @@ class Transport:
         links: the group's links.
         options: the group's options.
         timeout_s: deadline of every wait.
+        tensors: the heap of the user's tensors, when it is not the transport's own.
     """
 
-    def __init__(self, links: Links, options: Options, timeout_s: float) -> None:
+    def __init__(self, links: Links, options: Options, timeout_s: float, tensors: SymmetricHeap | None = None) -> None:
         self.links, self.rank, self.world = links, links.rank, links.world
         self.chunk_bytes = options.chunk_bytes
         self.pair_bytes = max(256, 2 * options.chunk_bytes // max(self.world, 1) // 256 * 256)
@@ -75,6 +76,7 @@ class Transport:
         else:
             areas |= dict(staging=SLOTS * self.chunk_bytes, pairs=SLOTS * self.world * self.pair_bytes)
         self.heap = SymmetricHeap(links, options.heap_bytes, areas)
+        self.tensors = tensors or self.heap
         self.failure: BaseException | None = None
         self._is_fork = False
         self._lock = threading.RLock()  # operations are numbered and submitted in one order
@@ -95,6 +97,7 @@ class Transport:
         _open_transports.add(self)
         name = f"iris_pg {links.group}"
         self.queue: Queue | None = None
+        self._thread: EngineThread | None = None
         self._kernels: KernelEngine | None = None
         if self.engine == "cu":
             where_ = (self.heap.areas["cu_flags"], self.heap.areas["cu_landing"], self.chunk_bytes)
@@ -155,28 +158,31 @@ class Transport:
             in_flight, done = self._in_flight, self._done
             while in_flight and in_flight[0][0] <= done:
                 in_flight.popleft()
+            queue, thread = self.queue, self._thread  # close() takes them away
             if self._kernels:
                 in_flight.append((self._kernels.submitted + 1, sequence, key))
                 job = self._kernels.submit(
                     self._launches(flow(key, local), names, addresses), work.finished if work else None
                 )
             else:
-                assert self.queue
+                assert queue
                 slot = sequence % SLOTS
                 batches = self._programs.get((key, local, slot))
                 if batches is None:
                     batches = self._encode(key, local, slot, flow, program, names)
                 in_flight.append((1 << 63, sequence, key))
-                end = self.queue.submit(batches, addresses, work)
+                end = queue.submit(batches, addresses, work)
                 in_flight[-1] = (end, sequence, key)
         if self._kernels:
             if work is None:
                 self._kernels.wait(job)
         elif work is None:
-            self.queue.drive(end)  # type: ignore[union-attr]
+            assert queue
+            queue.drive(end)
         else:
+            assert thread
             work.end = end
-            self._thread.wake()
+            thread.wake()
         return sequence
 
     def barrier(self, work: IrisWork | None = None) -> None:
@@ -200,12 +206,13 @@ class Transport:
         """Help to execute ``work`` in this thread."""
         if self._is_fork and self.failure:
             raise self.failure
-        if self.queue:
-            self.queue.drive(work.end)
+        if queue := self.queue:
+            queue.drive(work.end)
 
     @property
     def _done(self) -> int:
-        return self.queue.done if self.queue else self._kernels.completed  # type: ignore[union-attr]
+        engine = self.queue or self._kernels
+        return 0 if engine is None else engine.done if isinstance(engine, Queue) else engine.completed
 
     @property
     def sequence(self) -> int:
@@ -250,7 +257,9 @@ class Transport:
         return batches
 
     def _address(self, ref: Ref) -> int:
-        start = 0 if ref.buffer in ("flags", "heap") else self.heap.areas[ref.buffer]
+        if ref.buffer == "heap":
+            return self.tensors.bases[ref.rank] + ref.offset
+        start = 0 if ref.buffer == "flags" else self.heap.areas[ref.buffer]
         return self.heap.bases[ref.rank] + start + ref.offset
 
     def _launches(self, flow: Flow | Fold, names: Sequence[str], addresses: Sequence[int]) -> list[Exchange]:
@@ -276,7 +285,7 @@ class Transport:
     def _late(self, writer: int | None) -> str:
         """Return that the current operation is late, and who keeps it waiting, in words."""
         sequence, key = self._current()
-        return f"{_text(key)} was not done in time{self._absent(writer)} {self._where(sequence, key)}"
+        return f"{_text(key)}: Timed out waiting{self._absent(writer)} {self._where(sequence, key)}"
 
     def _absent(self, writer: int | None) -> str:
         sequence, _ = self._current()
@@ -306,10 +315,10 @@ class Transport:
 
     def _compare(self, sequence: int, key: Key) -> None:
         """Raise when a peer's operations up to ``sequence`` were not those of this rank."""
-        mine = self._noted(self.rank, sequence)
         for peer in range(self.world):
-            theirs = self._noted(peer, sequence)
-            if None not in (mine, theirs) and mine != theirs:
+            last = min(sequence, self._begun(peer))  # that both have begun
+            mine, theirs = self._noted(self.rank, last), self._noted(peer, last)
+            if last and None not in (mine, theirs) and mine != theirs:
                 said = self._said(peer)
                 other = said[1] if said and said[0] == sequence else "another"
                 if said and said[1] == _text(key):
@@ -359,7 +368,7 @@ class Transport:
                 why = {
                     _LOST: f"rank {rank} is gone",
                     _OTHER: "ranks are in different operations",
-                    _LATE: f"it was not done in time{absent()}",
+                    _LATE: f"it Timed out waiting{absent()}",
                 }
                 kind = {_LOST: PeerLostError, _OTHER: MismatchError, _LATE: DeadlineError}[code]
                 self._culprit = rank
@@ -428,15 +437,20 @@ class Transport:
         """Stop the engine's thread and drop the heap; pending operations end with ClosedError. Idempotent."""
         if self.failure is None:
             self.failure = ClosedError(f"the group was closed ({why}) {where(group=self.links.group, rank=self.rank)}")
-        if self.queue and not self._is_fork:
-            self.queue.close(self.failure)  # whoever waits at a poll sees the failure and leaves
-            self._thread.close()
-        if self._kernels and not self._is_fork:
-            self._kernels.fail(self.failure)
-            self._kernels.close()
         if not self._is_fork:
+            # Whoever waits at a poll sees the failure and leaves, also the lock. What it protects may go then.
+            if self.queue and self._thread:
+                self.queue.close(self.failure)
+                self._thread.close()
+            if self._kernels:
+                self._kernels.fail(self.failure)
+                self._kernels.close()
             self.mail.close(self.failure)
+        locked = self._lock.acquire(timeout=10)  # a callback may close the group, while another thread waits for it
+        self.queue = self._thread = None  # and with them their ring, though torch may keep the group for long
         self.heap.close()
+        if locked:
+            self._lock.release()
 
     def _forget(self) -> None:
         """In a forked child, which shares the segments and the ring with its parent: touch neither, wait for none."""

@@ -46,8 +46,9 @@ class IrisWork(Work):  # type: ignore[misc]
             except BaseException as raised:
                 error = raised
         with self._lock:
-            self._error, self._done = error, True
+            # Let go of tensors first: whoever sees that the work is done may count on nobody else holding them.
             self._drive = self.keep = self.after = None
+            self._error, self._done = error, True
             future, event = self._future, self._event
         if event:
             event.set()

@@ -38,6 +38,8 @@ LAYERS = {
     "transport": 7,
     "operations": 7,
     "context": 7,
+    "collective_api": 7,
+    "integrations": 7,
     "observe": 7,
     "device": 7,
     "backend": 8,

@@ -37,7 +37,7 @@ class Gathers(Operations):
         own_copy = addresses[0] != addresses[1] + self._rank * n
         if own_copy:
             arguments.check_overlap("all_gather_into_tensor", target, source, self._rank * n)
-        offset = self.transport.heap.offset_of(addresses[1], self._world * n)
+        offset = self.transport.tensors.offset_of(addresses[1], self._world * n)
         place = None if offset is None else ("zero copy at", offset)
         key = ("all_gather_into_tensor", n, "bytes a rank", input.dtype, place)
         after = None if target is output else lambda: copy([(output, target)])

@@ -7,19 +7,21 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from iris_pg import arguments
 from iris_pg.collectives.flow import Fold, Part
 from iris_pg.errors import ArgumentError
-from iris_pg.operations.base import Operations, Tensor, copy, dense, is_asynchronous, room
+from iris_pg.operations.base import Tensor, copy, dense, is_asynchronous, room
+from iris_pg.operations.gathers import Gathers
 from iris_pg.program import Ref
 from iris_pg.reduce_ops import reduction
 from iris_pg.transport import Key
 from iris_pg.work import IrisWork
 
 
-class Reductions(Operations):
+class Reductions(Gathers):
     """all_reduce, reduce, reduce_scatter in all their forms.
 
     An element's operands are combined in the order of ranks, 16-bit and smaller floats in float32 with one rounding at
@@ -29,6 +31,8 @@ class Reductions(Operations):
     def allreduce(self, tensors: list[Tensor], opts: Any = None) -> IrisWork:
         """Reduce in place, on all ranks. See torch.distributed."""
         tensor = self._only("all_reduce", tensors)
+        if tensor.layout is torch.sparse_coo:
+            return self._sparse_all_reduce(tensor, opts)
         arguments.check_output("all_reduce", "tensor", tensor)
         r = reduction("all_reduce", _op(opts), tensor.dtype)
         n = tensor.numel() * tensor.element_size()
@@ -46,6 +50,28 @@ class Reductions(Operations):
         is_in_place = addresses[0] == addresses[1]
         asynchronous, keep = is_asynchronous(opts), (source, target)
         return self._run(key, is_in_place, flow, ("in", "out"), addresses, tensors, asynchronous, keep, after)
+
+    def _sparse_all_reduce(self, tensor: Tensor, opts: Any) -> IrisWork:
+        """Add the sparse tensors of all ranks, which may have elements in different places; done on return.
+
+        Gathers the number of elements of every rank, then their places and values: each rank reads what others hold,
+        and no zero is moved.
+        """
+        if not isinstance(_op(opts), (dist.ReduceOp, dist.ReduceOp.RedOpType)) or _op(opts) != dist.ReduceOp.SUM:
+            raise ArgumentError(
+                f"all_reduce: {_op(opts)} of a sparse tensor; it takes ReduceOp.SUM; or call .to_dense()"
+            )
+        mine = tensor.coalesce()
+        counts = torch.empty(self._world, dtype=torch.int64)
+        self.all_gather_single(counts, torch.tensor([mine._nnz()]))
+        places = [mine.indices().new_empty((mine.sparse_dim(), n)) for n in counts.tolist()]
+        values = [mine.values().new_empty((n, *mine.values().shape[1:])) for n in counts.tolist()]
+        self.allgather([places], [mine.indices()])
+        self.allgather([values], [mine.values()])
+        with torch.no_grad():
+            whole = torch.sparse_coo_tensor(torch.cat(places, 1), torch.cat(values), tensor.size())
+            tensor.copy_(whole.coalesce())
+        return IrisWork([tensor])
 
     def allreduce_coalesced(self, tensors: list[Tensor], opts: Any = None) -> IrisWork:
         """Reduce several tensors in place; the work is done when all are. See torch.distributed."""

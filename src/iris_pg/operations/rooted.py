@@ -31,7 +31,7 @@ class Rooted(Operations):
             return IrisWork(tensors)
         target = dense(tensor) if rank == root else room(tensor)
         address = target.data_ptr()
-        offset = self.transport.heap.offset_of(address, n)
+        offset = self.transport.tensors.offset_of(address, n)
         place = None if offset is None else ("zero copy at", offset)
         key = (op, n, "bytes", tensor.dtype, "from rank", root, place)
 

@@ -1,0 +1,253 @@
+"""Collectives of a one-sided context: ``ctx.ccl.all_gather(output, input)`` and the like.
+
+::
+
+    with iris(heap_size=1 << 30) as ctx:
+        output, input = ctx.empty(ctx.num_ranks * 1024), ctx.ones(1024)
+        ctx.ccl.all_gather(output, input)
+        ctx.ccl.all_gather(output, input, config=Config(engine="sdma"))
+
+Names, order and defaults of arguments are those of ROCm Iris; what a collective does to shapes is what
+torch.distributed's of the same name does. An engine is set up by the first call that uses it: flags and staging slots
+in memory of their own, so the context's heap holds nothing but the user's tensors. Tensors outside the heap work too,
+at one copy more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._C import _distributed_c10d
+
+from iris_pg.errors import ArgumentError, OptionError, UnsupportedError, where
+from iris_pg.memory.heap import SymmetricHeap
+from iris_pg.memory.sharing import Links
+from iris_pg.operations import front
+from iris_pg.operations.exchanges import Exchanges
+from iris_pg.operations.reductions import Reductions
+from iris_pg.operations.rooted import Rooted
+from iris_pg.options import ENGINES, Options
+from iris_pg.planner import engine_for
+from iris_pg.transport import Transport
+from iris_pg.work import IrisWork
+
+Tensor = torch.Tensor
+
+ALL_GATHER_VARIANTS = {"sdma": "sdma", "persistent": "cu", "partitioned": "cu"}
+"""ROCm Iris's name of a way to gather -> the engine that does it here."""
+
+
+@dataclass(frozen=True)
+class Config:
+    """How collectives of a context run.
+
+    Args:
+        engine: ``"auto"``, ``"cu"`` (Triton kernels) or ``"sdma"`` (copy engine).
+        comm_sms: compute units that a kernel may use, at most; for a CPU it means nothing.
+        all_gather_variant: for :meth:`Collectives.all_gather`, another way to name the engine: ``"sdma"``, or one of
+            ROCm Iris's kernels, ``"persistent"`` and ``"partitioned"``, which are one here.
+
+    Raises:
+        OptionError: a value that is not valid, or a variant that is not of the engine.
+    """
+
+    engine: str = "auto"
+    comm_sms: int = 64
+    all_gather_variant: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.engine not in ENGINES:
+            raise OptionError(f"engine={self.engine!r} is not known; it is one of {', '.join(map(repr, ENGINES))}")
+        if not isinstance(self.comm_sms, int) or self.comm_sms <= 0:
+            raise OptionError(f"comm_sms={self.comm_sms!r}; it takes a positive number of compute units")
+        variant = self.all_gather_variant
+        if variant is not None and variant not in ALL_GATHER_VARIANTS:
+            names = ", ".join(map(repr, ALL_GATHER_VARIANTS))
+            raise OptionError(f"all_gather_variant={variant!r} is not known; it is one of {names}")
+        if variant is not None and self.engine not in ("auto", ALL_GATHER_VARIANTS[variant]):
+            raise OptionError(
+                f"all_gather_variant={variant!r} with engine={self.engine!r}; it is of engine "
+                f"{ALL_GATHER_VARIANTS[variant]!r}; leave one of the two out"
+            )
+
+    def engine_of(self, op: str) -> str:
+        """Return the engine that was asked for ``op``."""
+        variant = self.all_gather_variant if op == "all_gather" else None
+        return ALL_GATHER_VARIANTS[variant] if variant else self.engine
+
+
+class Collectives:
+    """The collectives of one context. All ranks of the context call them, in the same order, with the same config.
+
+    Args:
+        links, heap: the context's.
+    """
+
+    def __init__(self, links: Links, heap: SymmetricHeap) -> None:
+        self._links, self._heap = links, heap
+        self._engines: dict[str, _Operations] = {}
+
+    def all_gather(
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: Any = None,
+        async_op: bool = False,
+        config: Config | None = None,
+    ) -> IrisWork | None:
+        """Gather every rank's ``input_tensor`` [n...] into ``output_tensor`` [num_ranks * n...].
+
+        Args:
+            group: None; ranks of the context are all there are.
+            async_op: return a work at once. The tensors may be read and written after ``work.wait()``; without it, when
+                the call returns.
+
+        Raises:
+            ArgumentError: a size, dtype or layout that does not fit. Nothing has moved.
+            UnsupportedError: a ``group``; an engine that the machine, or the operation, does not have.
+            DeadlineError, PeerLostError, MismatchError: naming the rank at fault. ClosedError: after one of these.
+        """
+        ops = self._engine("all_gather", group, config)
+        opts = _options("AllgatherOptions", async_op)
+        return _result(ops.all_gather_single(output_tensor, input_tensor, opts), async_op)
+
+    def all_reduce(
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        op: Any = None,
+        group: Any = None,
+        async_op: bool = False,
+        config: Config | None = None,
+        workspace: Any = None,
+    ) -> IrisWork | None:
+        """Reduce every rank's ``input_tensor`` [n...] into every rank's ``output_tensor`` [n...]; the two may be one.
+
+        Args:
+            op: a ``torch.distributed.ReduceOp``; SUM when None.
+            workspace: not used: nothing is to be prepared. Else as :meth:`all_gather`.
+        """
+        ops = self._engine("all_reduce", group, config)
+        _fill("all_reduce", output_tensor, input_tensor)
+        opts = _options("AllreduceOptions", async_op, reduceOp=dist.ReduceOp.SUM if op is None else op)
+        return _result(ops.allreduce([output_tensor], opts), async_op)
+
+    def reduce_scatter(
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        op: Any = None,
+        group: Any = None,
+        async_op: bool = False,
+        config: Config | None = None,
+    ) -> IrisWork | None:
+        """Reduce every rank's ``input_tensor`` [num_ranks * n...], and give rank r part r, in ``output_tensor`` [n...].
+
+        Arguments as :meth:`all_reduce`.
+        """
+        ops = self._engine("reduce_scatter", group, config)
+        opts = _options("ReduceScatterOptions", async_op, reduceOp=dist.ReduceOp.SUM if op is None else op)
+        return _result(ops.reduce_scatter_single(output_tensor, input_tensor, opts), async_op)
+
+    def all_to_all(
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: Any = None,
+        async_op: bool = False,
+        config: Config | None = None,
+    ) -> IrisWork | None:
+        """Send part p of ``input_tensor`` (along dimension 0) to rank p, and receive part p of ``output_tensor`` from
+        it. Arguments as :meth:`all_gather`.
+        """
+        ops = self._engine("all_to_all", group, config)
+        opts = _options("AllToAllOptions", async_op)
+        return _result(ops.alltoall_base(output_tensor, input_tensor, [], [], opts), async_op)
+
+    def broadcast(
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        src: int = 0,
+        group: Any = None,
+        async_op: bool = False,
+        config: Config | None = None,
+    ) -> IrisWork | None:
+        """Copy rank ``src``'s ``input_tensor`` [n...] to every rank's ``output_tensor`` [n...]; the two may be one.
+
+        Arguments as :meth:`all_gather`.
+        """
+        ops = self._engine("broadcast", group, config)
+        if self._links.rank == src:
+            _fill("broadcast", output_tensor, input_tensor)
+        opts = _options("BroadcastOptions", async_op, rootRank=src)
+        return _result(ops.broadcast([output_tensor], opts), async_op)
+
+    def explain(self) -> str:
+        """Return which engines have been used, and why, in words."""
+        return "\n".join(ops.transport.explain() for ops in self._engines.values()) or "no collective has been called"
+
+    def close(self) -> None:
+        """Close the engines. Idempotent; the context calls it."""
+        for ops in self._engines.values():
+            ops.transport.close("the context was closed")
+
+    def _engine(self, op: str, group: Any, config: Config | None) -> _Operations:
+        place = where(group=self._links.group, rank=self._links.rank, op=op)
+        if group is not None:
+            raise UnsupportedError(
+                f"{op}: group={group!r}; all ranks of the context take part; use torch.distributed for another group "
+                f"{place}"
+            )
+        if config is not None and not isinstance(config, Config):
+            raise ArgumentError(
+                f"{op}: config is {type(config).__name__}; it takes iris_pg.collective_api.Config {place}"
+            )
+        engine, _ = engine_for((config or Config()).engine_of(op), "cpu")
+        found = self._engines.get(engine)
+        if found is None:
+            options = Options(engine=engine, heap_bytes=1)  # for no tensors: those are in the context's heap
+            transport = Transport(self._links, options, self._links.timeout_s, tensors=self._heap)
+            found = self._engines[engine] = _Operations(transport)
+        return found
+
+
+@front.install
+class _Operations(Reductions, Exchanges, Rooted):
+    """The operations of one engine."""
+
+    def __init__(self, transport: Transport) -> None:
+        self.transport = transport
+        self._rank, self._world = transport.rank, transport.world
+        self._peers: list[int] = [(self._rank + k) % self._world for k in range(1, self._world)]
+        self._coalescing = None
+
+
+def _options(kind: str, async_op: bool, **values: Any) -> Any:
+    opts = getattr(_distributed_c10d, kind)()
+    opts.asyncOp = async_op
+    for name, value in values.items():
+        setattr(opts, name, value)
+    return opts
+
+
+def _fill(op: str, output: Tensor, input: Tensor) -> None:
+    """Copy an input of the same size and dtype to where an operation that works in place expects it."""
+    if output is input:
+        return
+    shapes: Sequence[Any] = [(tuple(t.size()), t.dtype) for t in (output, input)]
+    if shapes[0] != shapes[1]:
+        raise ArgumentError(f"{op}: the output is {shapes[0]} and the input {shapes[1]}; they must be the same")
+    with torch.no_grad():
+        output.copy_(input)
+
+
+def _result(work: IrisWork, async_op: bool) -> IrisWork | None:
+    return work if async_op else None
+
+
+__all__ = ["ALL_GATHER_VARIANTS", "Collectives", "Config"]

@@ -1,0 +1,54 @@
+"""PyTorch's own tests of a distributed backend, at 2 and 4 ranks; see torch_suite.py."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+# What torch itself allows for a backend of the name "gloo" only, so that a group of another name cannot pass.
+GLOO_ONLY = {
+    "test_get_backend",
+    "test_monitored_barrier_gloo",
+    "test_monitored_barrier_gloo_rank_0_timeout",
+    "test_monitored_barrier_gloo_subgroup",
+}
+
+
+# ranks, whether the tests see the name "gloo", how many passed when this was written
+RUNS = {"2": (2, False, 66), "4": (4, False, 66), "4 as gloo": (4, True, 83)}
+
+
+@pytest.fixture(scope="module")
+def runs():
+    """Start all runs at once, as they sleep half of the time; return name -> process."""
+    started = {}
+    for i, (name, (ranks, as_gloo, _)) in enumerate(RUNS.items()):
+        command = [sys.executable, str(Path(__file__).with_name("torch_suite.py")), "--ranks", str(ranks)]
+        command += ["--port", str(29871 + i)] + ["--as-gloo"] * as_gloo
+        pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True)
+        started[name] = subprocess.Popen(command, **pipes)
+    yield started
+    for process in started.values():
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+        process.stdout.close()
+        process.stderr.close()
+
+
+@pytest.mark.timeout(700)
+@pytest.mark.parametrize("name", RUNS)
+def test_torch_finds_no_fault(runs, name):
+    """Nothing fails, and no test that ran before is skipped now."""
+    _, as_gloo, least = RUNS[name]
+    output, errors = runs[name].communicate(timeout=650)
+    lines = output.strip().splitlines()
+    assert lines, errors[-3000:]
+    result = json.loads(lines[-1])
+    unexpected = {test: text for test, text in result["failures"].items() if not as_gloo or test not in GLOO_ONLY}
+    assert not unexpected, "\n\n".join(f"{test}: {text}" for test, text in unexpected.items())
+    assert result["passed"] >= least, result
