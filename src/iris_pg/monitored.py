@@ -52,34 +52,38 @@ class MonitoredBarriers:
         prefix = f"monitored_barrier/{self._token}/{self._number}"
         marks = {peer: f"{prefix}/{peer}" for peer in range(links.world)}
         store.set(marks[links.rank], "")
-        pause = _PAUSE_S
+        pause, lost, is_over = _PAUSE_S, list[int](), False
         while not store.check(list(marks.values())):
-            if store.check([f"{prefix}/failed"]):
-                raise DeadlineError(f"monitored_barrier: {store.get(f'{prefix}/failed').decode()} {self._where()}")
             lost = [peer for peer in links.lost() if not store.check([marks[peer]])]
-            if time.monotonic() > deadline or (lost and not wait_all_ranks):
-                missing = [peer for peer, mark in marks.items() if not store.check([mark])]
-                if not missing:
-                    return
-                text = _in_words(missing, lost, timeout_s, wait_all_ranks)
-                store.set(f"{prefix}/failed", f"rank {links.rank} has waited in vain: {text}")
-                kind = DeadlineError if set(missing) - set(lost) else PeerLostError
-                raise kind(f"monitored_barrier: {text} {self._where()}")
+            is_over = time.monotonic() > deadline
+            if is_over or (lost and not wait_all_ranks) or store.check([f"{prefix}/failed"]):
+                break
             time.sleep(min(pause, max(deadline - time.monotonic(), _PAUSE_S)))
             pause = min(2 * pause, _LONGEST_PAUSE_S)
+        if store.check([f"{prefix}/failed"]):
+            raise DeadlineError(f"monitored_barrier: {store.get(f'{prefix}/failed').decode()} {self._where()}")
+        missing = [peer for peer, mark in marks.items() if not store.check([mark])]
+        if not missing:
+            return
+        late = [peer for peer in missing if peer not in lost] if is_over else []
+        text = _in_words(late, lost, timeout_s, wait_all_ranks)
+        store.set(f"{prefix}/failed", f"rank {links.rank} has waited in vain: {text}")
+        raise (DeadlineError if late else PeerLostError)(f"monitored_barrier: {text} {self._where()}")
 
     def _where(self) -> str:
         return where(group=self._links.group, rank=self._links.rank, op="monitored_barrier", seq=self._number)
 
 
-def _in_words(missing: list[int], lost: list[int], timeout_s: float, wait_all_ranks: bool) -> str:
+def _in_words(late: list[int], lost: list[int], timeout_s: float, wait_all_ranks: bool) -> str:
     # As torch says it of gloo, since people look for these words: the first rank, or all where all are waited for.
+    missing = sorted({*late, *lost})
     shown = missing if wait_all_ranks else missing[:1]
-    names = f"Rank{'s' if len(shown) > 1 else ''} {', '.join(map(str, shown))}"
-    text = f"{names} failed to pass monitoredBarrier in {1000 * timeout_s:g} ms"
-    others = [str(peer) for peer in missing if peer not in shown]
+    text = f"Rank{'s' if len(shown) > 1 else ''} {', '.join(map(str, shown))} failed to pass monitoredBarrier"
+    if late:
+        text += f" in {1000 * timeout_s:g} ms"
+    others = missing[len(shown) :]
     if others:
-        text += f"; neither has rank {', '.join(others)} come"
+        text += f", nor has rank {', '.join(map(str, others))}"
     if lost:
         text += f"; rank {', '.join(map(str, lost))} has died or left the group"
     return text

@@ -3,8 +3,8 @@
     python tests/conformance/torch_suite.py --ranks 2 [--as-gloo] [NAME ...]
 
 With ``--as-gloo`` the tests see a backend named "gloo" and 20 more of them run; their calls go to "iris". Prints one
-JSON line: how many passed, failed and were skipped, why those were, and what the failures said. Each test starts its ranks
-with fork, which is some twenty times faster than torch's own way, spawn.
+JSON line: how many passed, failed and were skipped, why those were, and what the failures said. Each test starts its
+ranks with fork, which is some twenty times faster than spawn, torch's own way.
 """
 
 from __future__ import annotations

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 import random
 import time
 import warnings
@@ -18,6 +19,9 @@ LARGE = (1 << 20) + 3  # bytes, at least
 # on CPUs is an interpreter: a few milliseconds a launch, tens of megabytes a second.
 LIMITS = {"sdma": (LARGE, 16), "cu": (4099, 2)}
 CU_DTYPES_OF_A_SIZE = 1  # in groups of more ranks than a CI machine has cores, where the interpreter is slower still
+TIMEOUT_S = 100
+if os.environ.get("IRIS_PG_TEST_FULL"):  # the cu engine with all of it, a quarter of an hour
+    LIMITS["cu"], CU_DTYPES_OF_A_SIZE, TIMEOUT_S = (LARGE, 4), 100, 1500
 
 DTYPES = sorted({value for value in vars(torch).values() if isinstance(value, torch.dtype)}, key=str)
 # (in place, output in the heap, output stacked [world, n], asynchronous)
@@ -82,11 +86,14 @@ def wrong(actual: torch.Tensor, expected: torch.Tensor) -> str:
     return f"{len(at)} of {len(expected)} bytes are wrong, from {at[0]} to {at[-1]}"
 
 
+@pytest.mark.timeout(TIMEOUT_S + 60)
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize(("world", "small", "large"), [(1, 4, 4), (2, 16, 16), (4, 16, 4), (8, 5, 2)])
 def test_every_dtype_size_and_form_is_what_gloo_gathers(ranks, world, small, large, engine):
     """``small`` and ``large``: how many of the forms each dtype goes through; together they go through all of them."""
-    counts = ranks(world).run(gathers_all_dtypes, engine, small, large, options=dict(engine=engine), timeout_s=100)
+    counts = ranks(world).run(
+        gathers_all_dtypes, engine, small, large, options=dict(engine=engine), timeout_s=TIMEOUT_S
+    )
     assert len(set(counts)) == 1
     assert counts[0] > 500 or engine == "cu"
 
@@ -118,12 +125,14 @@ def gathers_for_long(rank, world, iterations):
     assert torch.equal(theirs.view(world, -1), torch.tensor([sums] * world))
 
 
-@pytest.mark.parametrize("engine", ENGINES)
-@pytest.mark.parametrize("hostile_seed", [None, 7])
+@pytest.mark.parametrize(  # hostile_seed is for the software copy engine
+    ("engine", "hostile_seed"),
+    [(engine, seed) for engine in ENGINES for seed in (None, 7) if not seed or engine == "sdma"],
+)
 @pytest.mark.parametrize("world", [2, 4])
 def test_a_thousand_times_with_new_data_and_a_late_rank(ranks, world, hostile_seed, engine):
     options = dict(engine=engine, chunk_bytes=1024, hostile_seed=hostile_seed)
-    ranks(world).run(gathers_for_long, 80 // world if engine == "cu" else 1000, options=options, timeout_s=100)
+    ranks(world).run(gathers_for_long, 64 // world**2 if engine == "cu" else 1000, options=options, timeout_s=100)
 
 
 def gathers_many_chunks(rank, world, sizes):

@@ -10,7 +10,6 @@ import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-import iris_pg.process_group
 from iris_pg.errors import ArgumentError
 from training import forget_meshes
 

@@ -21,8 +21,9 @@ def uses_functional_collectives(rank, world):
     assert torch.equal(output + 0, expected)
     columns = funcol.all_gather_tensor(numbers(rank).view(3, 4), gather_dim=1, group=group)
     assert torch.equal(columns + 0, torch.cat([numbers(p).view(3, 4) for p in range(world)], 1))
-    transposed = funcol.all_gather_tensor(numbers(rank).view(3, 4).t(), gather_dim=0, group=group)
-    assert torch.equal(transposed + 0, torch.cat([numbers(p).view(3, 4).t() for p in range(world)]))
+    if torch.__version__ >= (2, 13):  # torch itself refuses a tensor that is not contiguous before
+        transposed = funcol.all_gather_tensor(numbers(rank).view(3, 4).t(), gather_dim=0, group=group)
+        assert torch.equal(transposed + 0, torch.cat([numbers(p).view(3, 4).t() for p in range(world)]))
     pieces = funcol.all_gather_into_tensor_coalesced([numbers(rank), numbers(rank, 5), numbers(rank, 0)], group=group)
     for piece, n in zip(pieces, (12, 5, 0), strict=True):
         assert torch.equal(piece + 0, torch.cat([numbers(p, n) for p in range(world)]))

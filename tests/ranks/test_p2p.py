@@ -624,7 +624,7 @@ def is_kept_waiting(rank, world, what):
         ),
         (
             "send, behind another",
-            r"tag 9, 8 bytes, was .* rank 1 has taken \d+ of 8388608 bytes of tag 8, which is bef",
+            r"tag 9, 8 bytes: Timed out waiting: rank 1 has taken \d+ of 8388608 bytes of tag 8, which is bef",
         ),
     ],
 )

@@ -367,9 +367,7 @@ def test_a_deadline_counts_from_what_moved_last(group):
         thread.join()
     late = one.send(letter(0, 320), 1, 4)
     start = time.monotonic()
-    with pytest.raises(
-        DeadlineError, match=r"send to rank 1, tag 4, 2560 bytes: Timed out waiting: rank 1 has taken"
-    ):
+    with pytest.raises(DeadlineError, match=r"send to rank 1, tag 4, 2560 bytes: Timed out waiting: rank 1 has taken"):
         late.wait()
     assert 0.2 < time.monotonic() - start < 1
     assert isinstance(made.failures[0][0], DeadlineError)

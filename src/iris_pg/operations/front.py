@@ -29,7 +29,7 @@ Tensor = torch.Tensor
 Arguments = tuple[Any, ...]
 Class = TypeVar("Class", bound=type)
 
-_PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
+_PLAIN = frozenset({Tensor, torch.nn.Parameter})
 
 
 @dataclass(frozen=True)
@@ -63,18 +63,17 @@ def install(cls: Class) -> Class:
 
 
 def _fronted(method: Callable[..., IrisWork], form: Form) -> Callable[..., IrisWork]:
-    label, count, last, tensors, options = f"iris:{form.name}", form.count, form.count - 1, form.tensors, form.options
+    label, count, options, two = f"iris:{form.name}", form.count, form.options, form.tensors == 2
+    last = count - 1
 
     @functools.wraps(method)
     def call(self: Any, *args: Any, **named: Any) -> IrisWork:
         if named or len(args) != count or (options and type(args[last]) is not options):
             args = form.usual(*args, **named)
-        for argument in args[:tensors]:
-            if type(argument) is not Tensor and not _is_plain(argument):
-                args, is_fake = _with_memory(form, args)
-                if is_fake:
-                    return IrisWork(args[0] if isinstance(args[0], list) else [args[0]])
-                break
+        if form.tensors and not (_is_plain(args[0]) and (not two or _is_plain(args[1]))):
+            args, is_fake = _with_memory(form, args)
+            if is_fake:
+                return IrisWork(args[0] if isinstance(args[0], list) else [args[0]])
         if profiler._is_profiler_enabled:
             with torch.profiler.record_function(label):
                 return method(self, *args)
@@ -88,12 +87,15 @@ def _fronted(method: Callable[..., IrisWork], form: Form) -> Callable[..., IrisW
 
 def _is_plain(argument: Any) -> bool:
     """Return whether every tensor in ``argument``, a tensor or a list, is of a class that has memory for sure."""
-    if type(argument) is list:
-        for item in argument:
-            if type(item) not in _PLAIN and (type(item) is not list or not _is_plain(item)):
-                return False
+    kind = type(argument)
+    if kind is Tensor:
         return True
-    return type(argument) in _PLAIN
+    if kind is not list:
+        return kind in _PLAIN
+    for item in argument:
+        if type(item) is not Tensor and not _is_plain(item):
+            return False
+    return True
 
 
 def _with_memory(form: Form, args: Arguments) -> tuple[Arguments, bool]:
@@ -241,7 +243,7 @@ def _anyones(tensors: Any, tag: int = 0) -> Arguments:
 
 
 def _form(name: str, methods: str, options: str | None, count: int, tensors: int, usual: Any) -> Form:
-    kind = getattr(_distributed_c10d, options) if options else None
+    kind = getattr(_distributed_c10d, options, None) if options else None
     return Form(name, tuple(methods.split()), kind, count, tensors, usual)
 
 

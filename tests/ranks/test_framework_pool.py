@@ -1,0 +1,154 @@
+"""Tensors of a group's pool: at the same place on every rank, given back when nobody uses them, never mixed up."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from iris_pg.errors import ClosedError, HeapExhaustedError, IrisError, MismatchError
+
+CPU = torch.device("cpu")
+
+
+def make(numel, dtype=torch.float32):
+    return dist.group.WORLD.allocate_tensor(numel, dtype=dtype, device=CPU)
+
+
+def offset(tensor):
+    return tensor.untyped_storage().data_ptr() - dist.group.WORLD.heap.base
+
+
+def reuses_blocks(rank, world):
+    group = dist.group.WORLD
+    pool = group.pool
+    tensor = make(1000)
+    assert tensor.shape == (1000,)
+    assert group.heap.is_symmetric(tensor)
+    assert pool.nbytes == 4096
+    first = offset(tensor)
+    view = tensor[10:20].view(5, 2)
+    del tensor
+    other = make(1000)  # the view still uses the first block
+    assert offset(other) != first
+    view.fill_(3)
+    other.fill_(4)
+    assert view.sum().item() == 30
+    del view
+    assert offset(make(1000)) == first
+    del other
+    seen = []
+    for _ in range(6):  # each is dropped before the next is made: the blocks take turns
+        seen.append(offset(make(1000)))
+    assert seen[::2] == [seen[0]] * 3
+    assert len(set(seen)) == 2
+    # What takes as many bytes, rounded up, shares blocks; what does not, does not.
+    assert offset(make(2000, torch.bfloat16)) in seen
+    assert offset(make(1023)) in seen
+    assert offset(make(500)) not in seen
+    assert make(0).numel() == 0
+    assert pool.blocks == 3
+    made = make(1000)
+    dist.all_gather_into_tensor(made, torch.full((1000 // world,), float(rank)))
+    assert made.view(world, -1)[:, 0].tolist() == list(range(world))
+    seen.append(offset(made))
+    return seen
+
+
+def test_a_block_is_used_again_when_the_last_view_is_gone(ranks):
+    one, other = ranks(2).run(reuses_blocks)
+    assert one == other
+
+
+def gathers_in_the_background(rank, world):
+    """The engine's thread lets go of the tensors, at a time of its own."""
+    n, pool = 3000, dist.group.WORLD.pool
+    for i in range(60):
+        output = make(world * n, torch.int64)
+        work = dist.all_gather_into_tensor(output, torch.full((n,), i * world + rank), async_op=True)
+        if i % 2:
+            work.wait()
+            assert output.view(world, n)[:, -1].tolist() == [i * world + p for p in range(world)]
+        else:
+            del output  # the operation keeps it
+            work.wait()
+    return pool.blocks
+
+
+def test_operations_keep_their_tensors(ranks):
+    for blocks in ranks(2).run(gathers_in_the_background):
+        assert blocks <= 4
+
+
+def holds_on_one_rank(rank, world):
+    """Rank 1 holds a tensor for longer than rank 0: the next ones lie at different places, which is found out."""
+    held = [make(256) for _ in range(3)]
+    del held[rank]
+    dist.barrier()
+    output = make(256)
+    with pytest.raises(IrisError) as caught:
+        dist.all_gather_into_tensor(output, torch.ones(256 // world))
+        dist.barrier()
+    return type(caught.value), str(caught.value), offset(output)
+
+
+def test_ranks_that_differ_are_an_error_and_no_byte_goes_wrong(ranks):
+    one, other = ranks(2).run(holds_on_one_rank)
+    assert one[2] != other[2]
+    for kind, text, _ in (one, other):
+        assert kind is MismatchError
+        assert "ranks are in different operations" in text
+
+
+def exhausts(rank, world):
+    held = [make(1 << 16)]
+    with pytest.raises(HeapExhaustedError, match="raise heap_bytes"):
+        make(1 << 20)
+    held.append(make(1 << 16))
+    dist.barrier()
+    assert held[0].numel() == held[1].numel()
+    group = dist.group.WORLD
+    dist.destroy_process_group()
+    held[0].fill_(1)  # it outlives its group
+    held.clear()
+    with pytest.raises(ClosedError, match="the heap is closed"):
+        group.allocate_tensor(1 << 16, dtype=torch.float32, device=CPU)
+
+
+def test_a_full_heap_and_a_closed_one(ranks):
+    ranks(2).run(exhausts, options=dict(heap_bytes=1 << 20))
+
+
+def allocates_from_threads(rank, world):
+    """All ranks make tensors of different sizes in different threads, and drop them in others."""
+    failures, kept = [], [[] for _ in range(2)]
+    turns = [threading.Semaphore(1), threading.Semaphore(0)]  # the ranks' order of calls is one
+
+    def work_on(number):
+        try:
+            for i in range(40):
+                turns[number].acquire()
+                tensor = make(100 + 400 * number)
+                turns[1 - number].release()
+                tensor.fill_(i)
+                kept[1 - number].append(tensor)
+                del tensor
+                if len(kept[number]) > 2:
+                    assert len(set(kept[number].pop(0).tolist())) == 1
+        except BaseException as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=work_on, args=(number,)) for number in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failures, failures
+    return dist.group.WORLD.pool.blocks
+
+
+def test_tensors_made_and_dropped_in_threads(ranks):
+    (blocks,) = ranks(1).run(allocates_from_threads)
+    assert blocks <= 12
