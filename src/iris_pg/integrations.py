@@ -26,6 +26,10 @@ from iris_pg.process_group import IrisProcessGroup
 
 Tensor = torch.Tensor
 
+# Their names since, and before, torch 2.13.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
 
 class _HeapBuffers:
     """Buffers in the heap of a group.
@@ -57,7 +61,7 @@ class HeapAllGather(_HeapBuffers):
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
     ) -> Any:
         """Gather; returns a work when ``async_op``, else None."""
-        return dist.all_gather_into_tensor(output_tensor, input_tensor, group=group, async_op=async_op)
+        return _all_gather(output_tensor, input_tensor, group=group, async_op=async_op)
 
 
 class HeapReduceScatter(_HeapBuffers):
@@ -72,7 +76,7 @@ class HeapReduceScatter(_HeapBuffers):
         async_op: bool = False,
     ) -> Any:
         """Reduce and scatter; returns a work when ``async_op``, else None."""
-        return dist.reduce_scatter_tensor(output_tensor, input_tensor, op=op, group=group, async_op=async_op)
+        return _reduce_scatter(output_tensor, input_tensor, op=op, group=group, async_op=async_op)
 
 
 __all__ = ["HeapAllGather", "HeapReduceScatter"]

@@ -100,6 +100,12 @@ def test_one_dimension(ranks, prepare, keys):
     assert ranks(2).run(compares, (2,), prepare, sums, keys) == [{}, {}]
 
 
+@pytest.mark.parametrize("options", [dict(engine="cu"), dict(hostile_seed=3, chunk_bytes=1024)], ids=str)
+def test_with_options_of_the_default_group(ranks, options):
+    """The mesh's group takes them, too."""
+    assert ranks(2).run(compares, (2,), gathers_ahead, sums, dict(steps=2), options=options) == [{}, {}]
+
+
 def test_a_divide_factor_is_a_factor_of_the_sum(ranks):
     """PREMUL_SUM rounds a third of each operand; over gloo, a third of the sum is rounded."""
     for unequal in ranks(2).run(compares, (2,), divides, divides_sums, {}):
