@@ -43,8 +43,8 @@ class Exchanges(Operations):
             begins = [0, *accumulate(sends)], [0, *accumulate(receives)]
             parts_out = tuple(Part(p, sends[p], Ref(rank, "in", begins[0][p])) for p in self._peers)
             parts_in = tuple(Part(p, receives[p], Ref(rank, "out", begins[1][p])) for p in self._peers)
-            own = Copy(Ref(rank, "out", begins[1][rank]), Ref(rank, "in", begins[0][rank]), sends[rank])
-            return Flow(op, parts_out, parts_in, own if sends[rank] else None)
+            mine = Ref(rank, "out", begins[1][rank]), Ref(rank, "in", begins[0][rank])
+            return Flow(op, parts_out, parts_in, Copy(*mine, sends[rank]) if sends[rank] else None)
 
         self._check_own(op, sends[rank], receives[rank])
         key = (op, input.dtype)  # a rank does not know the sizes of others; each message's own size is in its tag
