@@ -17,7 +17,9 @@ the same order. Everything else concerns this rank alone, and may be called from
 
 from __future__ import annotations
 
+import atexit
 import functools
+import weakref
 from collections.abc import Sequence
 from types import TracebackType
 from typing import Any
@@ -39,6 +41,15 @@ from iris_pg.rendezvous import meet
 ENGINES = ("sdma",)
 
 Tensor = torch.Tensor
+
+_open_contexts: weakref.WeakSet[Iris] = weakref.WeakSet()
+
+
+@atexit.register
+def _at_exit() -> None:
+    """Stop the threads of contexts that were not closed, as in transport.py."""
+    for context in list(_open_contexts):
+        context.close()
 
 
 def iris(heap_size: int = 1 << 30, engines: Sequence[str] = ()) -> Iris:
@@ -87,6 +98,7 @@ class Iris(HeapTensors):
         except BaseException as error:
             self._links.close("set-up failed", error)
             raise
+        _open_contexts.add(self)
 
     # Transfers --------------------------------------------------------------------------------------------------------
 

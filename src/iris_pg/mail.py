@@ -135,7 +135,8 @@ class Mail:
         """
         self._check_arguments("recv", "from", src, tag)
         work = MailWork("recv", src, tag, tensor, self.wait)
-        work.after = after
+        assert work.completion
+        work.completion.after = after
         with self._lock:
             self._begin(work)
             if arrival := self._find(work):

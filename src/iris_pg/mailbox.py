@@ -21,7 +21,6 @@ decides which message goes where. Works may be used from any thread, the rest fr
 from __future__ import annotations
 
 import struct
-import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -29,6 +28,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from iris_pg.completion import Completion
 from iris_pg.copy_engine import packets
 from iris_pg.errors import ArgumentError, QueueError
 from iris_pg.flags import CREDIT, MAIL_SLOTS
@@ -219,8 +219,9 @@ class MailWork(IrisWork):
         self, op: str, peer: int | None, tag: int, tensor: torch.Tensor, drive: Callable[[MailWork, float], None]
     ) -> None:
         super().__init__([tensor], drive=_ended)  # _await() does what it is for
+        assert self.completion
+        self.completion.keep = tensor
         self.op, self.peer, self.tag = op, peer, tag
-        self.keep = tensor
         self.address, self.nbytes = tensor.data_ptr(), tensor.numel() * tensor.element_size()
         self.dtype = _dtypes.get(tensor.dtype) or _in_words(tensor.dtype)
         self.source = peer if op == "recv" else None
@@ -230,13 +231,17 @@ class MailWork(IrisWork):
         self.since: float | None = None
         self._wait_for = drive
 
-    def _await(self, timeout_s: float) -> None:
+    def _await(self, completion: Completion, timeout_s: float) -> None:
         self._wait_for(self, timeout_s)
 
     def finished(self, error: BaseException | None) -> None:
-        """See :meth:`IrisWork.finished`; afterwards it holds neither the tensor nor the group's memory."""
-        super().finished(error)
+        """See :meth:`Completion.finished`; called without a lock, and runs the future's callbacks. Afterwards the work
+        does not hold the group's memory.
+        """
+        assert self.completion
         self._wait_for = _ended
+        if callbacks := self.completion.finished(error):
+            callbacks()
 
     def get_future(self) -> torch.futures.Future[Any]:
         """Return a future of the list that holds the tensor."""
@@ -260,12 +265,8 @@ class MailWork(IrisWork):
 
     def ended_within(self, timeout_s: float) -> bool:
         """Return whether it has ended, after at most ``timeout_s`` seconds in which another thread may see to it."""
-        assert self._lock is not None
-        with self._lock:
-            if self._done:
-                return True
-            event = self._event = self._event or threading.Event()
-        return event.wait(timeout_s)
+        assert self.completion
+        return self.completion.wait(timeout_s)
 
     def words(self) -> str:
         """Return what it is in words, for messages."""

@@ -11,6 +11,7 @@ late, dead, or in another operation is named. A group that has failed stays fail
 
 from __future__ import annotations
 
+import atexit
 import os
 import random
 import threading
@@ -149,6 +150,7 @@ class Transport:
         Raises:
             ClosedError: the group has failed or was closed before. And, when ``work`` is None, what ends the operation.
         """
+        completion = work.completion if work else None
         with self._lock:
             self._check_open()
             self._sequence = sequence = self._sequence + 1
@@ -161,9 +163,7 @@ class Transport:
             queue, thread = self.queue, self._thread  # close() takes them away
             if self._kernels:
                 in_flight.append((self._kernels.submitted + 1, sequence, key))
-                job = self._kernels.submit(
-                    self._launches(flow(key, local), names, addresses), work.finished if work else None
-                )
+                job = self._kernels.submit(self._launches(flow(key, local), names, addresses), completion)
             else:
                 assert queue
                 slot = sequence % SLOTS
@@ -171,7 +171,7 @@ class Transport:
                 if batches is None:
                     batches = self._encode(key, local, slot, flow, program, names)
                 in_flight.append((1 << 63, sequence, key))
-                end = queue.submit(batches, addresses, work)
+                end = queue.submit(batches, addresses, completion)
                 in_flight[-1] = (end, sequence, key)
         if self._kernels:
             if work is None:
@@ -208,6 +208,8 @@ class Transport:
             raise self.failure
         if queue := self.queue:
             queue.drive(work.end)
+        elif kernels := self._kernels:
+            kernels.help(work.is_completed)
 
     @property
     def _done(self) -> int:
@@ -469,6 +471,15 @@ def _after_fork_in_child() -> None:
 
 
 os.register_at_fork(after_in_child=_after_fork_in_child)
+
+
+@atexit.register
+def _at_exit() -> None:
+    """Stop every thread before the interpreter ends: until Python 3.14 it ends a daemon thread that wants the GIL by
+    unwinding its stack, and a C++ frame in there (a future's, a tensor's) then aborts the process.
+    """
+    for transport in list(_open_transports):
+        transport.close("the process ends")
 
 
 def _tag(key: Key) -> int:

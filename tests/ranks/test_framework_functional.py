@@ -35,7 +35,7 @@ def functions(group):
     def chained(x):
         total = funcol.all_reduce(x.sin(), "sum", group)
         parts = funcol.reduce_scatter_tensor(total * 2, "sum", 0, group)
-        return funcol.all_gather_tensor(parts.view(-1, 1), 1, group) + x.sum()
+        return funcol.all_gather_tensor(parts, 0, group) + x.sum()
 
     rows = [1 + rank for rank in range(world)]  # of each rank, for every rank
     sent = [rows[group.rank()]] * world
@@ -43,7 +43,7 @@ def functions(group):
         "all_reduce": lambda x: funcol.all_reduce(x * 2, "sum", group) + 1,
         "all_reduce max": lambda x: funcol.all_reduce(x * -1, "max", group) + 1,
         "all_reduce_coalesced": lambda x: sum(funcol.all_reduce_coalesced([x * 2, x + 1], "sum", group)),
-        "all_gather_tensor": lambda x: funcol.all_gather_tensor(x.view(3, 4) * 2, 1, group) + 1,
+        "all_gather_tensor": lambda x: funcol.all_gather_tensor(x * 2, 0, group) + 1,
         "reduce_scatter_tensor": lambda x: funcol.reduce_scatter_tensor(x.view(2, 6) * 2, "sum", 1, group) + 1,
         "all_to_all_single": lambda x: funcol.all_to_all_single(x * 2, None, None, group) + 1,
         "all_to_all_single uneven": lambda x: funcol.all_to_all_single(x[: sum(sent)], rows, sent, group) + 1,

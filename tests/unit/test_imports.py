@@ -22,6 +22,7 @@ LAYERS = {
     "reduce_ops": 1,
     "arguments": 1,
     "flags": 1,
+    "completion": 1,
     "rendezvous": 1,
     "platforms": 2,
     "memory": 3,
@@ -55,6 +56,7 @@ ONLY = {
     "program": {"errors"},
     "verify": {"errors", "program"},  # a proof about programs must not lean on what runs them
     "flags": set(),
+    "completion": set(),
     "collectives": {"errors", "program", "flags"},  # program builders are pure: no heap, no device, no I/O
 }
 

@@ -42,8 +42,8 @@ class Memory:
 class Told:
     """A pending operation that remembers how it ended."""
 
-    def __init__(self, then=None):
-        self.done, self.error, self.then = threading.Event(), None, then
+    def __init__(self, then=None, callbacks=None):
+        self.done, self.error, self.then, self.callbacks = threading.Event(), None, then, callbacks
         self.times = 0
 
     def finished(self, error):
@@ -52,6 +52,7 @@ class Told:
         if self.then:
             self.then()
         self.done.set()
+        return self.callbacks
 
 
 def new_queue(timeout_s=5.0, check=None, nbytes=1 << 16, **keywords):
@@ -491,11 +492,46 @@ def test_whoever_is_told_may_submit_more():
     def more():
         queue.drive(queue.submit(batches(packets.fence(memory.address, 3)), pending=last))
 
-    first = Told(then=more)
-    end = queue.submit(batches(packets.fence(memory.address, 1)), pending=first)
+    end = queue.submit(batches(packets.fence(memory.address, 1)), pending=Told(callbacks=more))
     queue.drive(end)
-    assert first.times == last.times == 1
+    assert last.times == 1
     assert memory.word() == 3
+
+
+@pytest.mark.timeout(60)
+def test_callbacks_run_without_a_lock_and_not_within_a_submission():
+    """A callback wants what a submitter holds, who waits for room: none may wait for the other, and what a callback
+    submits may not lie between two batches of one operation.
+    """
+    queue, order = new_queue(timeout_s=20, nbytes=1 << 12), threading.RLock()  # of operations, as a group has it
+    thread = EngineThread([queue], keep_looking=False, name="test engine")
+    log, inside, count = [], [], 300
+
+    def callbacks():
+        with order:
+            log.append(bool(inside))
+
+    try:
+        for _ in range(count):
+            with order:
+                inside.append(1)
+                queue.submit(batches(*[packets.nop(60)] * 4) * 3, pending=Told(callbacks=callbacks))
+                inside.pop()
+            thread.wake()
+        deadline = time.monotonic() + 20
+        while len(log) < count and time.monotonic() < deadline:
+            time.sleep(1e-3)
+    finally:
+        thread.close()
+    assert log == [False] * count
+
+
+def test_callbacks_run_before_what_comes_next_is_waited_for():
+    """What comes next may wait for something that a callback does."""
+    queue, memory = new_queue(), Memory(8)
+    poll = packets.poll_regmem(memory.address, 1, 0xFFFFFFFF, PollFunc.EQUAL)
+    queue.submit(batches(packets.nop(1)), pending=Told(callbacks=lambda: memory.set_word(1)))
+    queue.drive(queue.submit(batches(poll)))
 
 
 @pytest.mark.timeout(60)

@@ -18,8 +18,9 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
+from iris_pg.completion import Completion
 from iris_pg.copy_engine import decoder as d
 from iris_pg.copy_engine.patience import Patience
 from iris_pg.copy_engine.reduction import reduce_bytes
@@ -58,13 +59,6 @@ def move(dst: int, src: int, nbytes: int) -> None:
     (_move_with_gil if nbytes <= _SHORT else _move_without_gil)(dst, src, nbytes)
 
 
-class Pending(Protocol):
-    """Something that is told when the packets before an index have been executed, or have failed."""
-
-    def finished(self, error: BaseException | None) -> None:
-        """Take notice; ``error`` is None when all went well."""
-
-
 class Queue:
     """One ring and what executes it.
 
@@ -88,8 +82,9 @@ class Queue:
         self._on_fault = on_fault
         self.fault: BaseException | None = None
         self._at = 0  # index of the next packet to execute; only moves under the lock
-        self._lock = threading.RLock()  # re-entrant: a future's callback may start the next operation
-        self._pending: deque[tuple[int, Pending]] = deque()
+        self._lock = threading.RLock()  # re-entrant: a finalizer that closes the queue may run anywhere
+        self._pending: deque[tuple[int, Completion]] = deque()
+        self._callbacks: deque[Callable[[], None]] = deque()  # of what has ended, to be called without any lock
         self._stalled_at, self._stalled_since, self._looked = -1, 0.0, 0.0  # the poll at which advance() last stopped
         self._mask = ring.nbytes - 1
         self._annex = b""  # payload of the last NOP; a copy, as the next packet may be executed after it is overwritten
@@ -112,7 +107,7 @@ class Queue:
 
     # Producers --------------------------------------------------------------------------------------------------------
 
-    def submit(self, batches: Sequence[Batch], bindings: Sequence[int] = (), pending: Pending | None = None) -> int:
+    def submit(self, batches: Sequence[Batch], bindings: Sequence[int] = (), pending: Completion | None = None) -> int:
         """Write the batches into the ring and return the index of their end; ``pending`` is told when it is reached.
 
         A ring without room is drained inline. Raises what the queue failed with, if it has.
@@ -131,7 +126,7 @@ class Queue:
     def _make_room(self, until: int) -> None:
         until = min(until, self.ring.doorbell())
         if self._at < until:
-            self.drive(until)
+            self._step(until)  # and no callbacks: the submitter's operation lies in the ring in part
         else:
             # Another producer may have reserved what lies before and not committed it yet, or another thread has
             # executed it and not retired it yet; the ring looks again.
@@ -151,9 +146,25 @@ class Queue:
                 if self.fault:
                     self.fail(self.fault)
                 elif self._pending and self._pending[0][0] <= self._at:
-                    self._pending.popleft()[1].finished(None)
+                    self._end_first(None)
             finally:
                 self._lock.release()
+
+    def _end_first(self, error: BaseException | None) -> None:
+        callbacks = self._pending.popleft()[1].finished(error)
+        if callbacks:
+            self._callbacks.append(callbacks)
+
+    def _call(self) -> None:
+        """Run the callbacks of operations that have ended. They are the user's: they may start operations here and in
+        other groups, and wait for them.
+        """
+        while self._callbacks:
+            try:
+                callbacks = self._callbacks.popleft()
+            except IndexError:
+                return  # another thread was faster
+            callbacks()
 
     # The consumer -----------------------------------------------------------------------------------------------------
 
@@ -163,24 +174,31 @@ class Queue:
         Raises:
             DeadlineError, PeerLostError, MismatchError: from a poll. QueueError, PacketError: with a dump of the queue.
         """
+        self._call()
         while self._at < until:
-            if not self._lock.acquire(timeout=1.0):
-                continue  # another thread is executing; its own waits have deadlines
-            try:
-                if self.fault:
-                    raise self.fault
-                if self._at < until and not self._run(until, wait=True):
-                    raise QueueError(f"waiting for index {until}, which was never submitted\n{self.dump()}")
-            finally:
-                self._lock.release()
-                self._settle()
+            self._step(until)
+            self._call()
         if self.fault and self.ring.retired() < until:
             raise self.fault
+
+    def _step(self, until: int) -> None:
+        """Execute packets before ``until``: all, or up to where callbacks are to be called."""
+        if not self._lock.acquire(timeout=1.0):
+            return  # another thread is executing; its own waits have deadlines
+        try:
+            if self.fault:
+                raise self.fault
+            if self._at < until and not self._run(until, wait=True):
+                raise QueueError(f"waiting for index {until}, which was never submitted\n{self.dump()}")
+        finally:
+            self._lock.release()
+            self._settle()
 
     def advance(self) -> bool:
         """Execute what can be executed now, without waiting at a poll; return whether anything was. For the engine's
         thread.
         """
+        self._call()
         if not self._lock.acquire(blocking=False):
             return False
         try:
@@ -191,6 +209,7 @@ class Queue:
         finally:
             self._lock.release()
             self._settle()
+            self._call()
 
     def fail(self, error: BaseException) -> None:
         """Make the queue failed: every pending operation ends with ``error``, and later ones raise it."""
@@ -199,7 +218,7 @@ class Queue:
             if self._on_fault:
                 self._on_fault(error)
         while self._pending:
-            self._pending.popleft()[1].finished(self.fault)
+            self._end_first(self.fault)
 
     def close(self, error: BaseException) -> None:
         """Fail the queue and return when no thread executes its packets any more, so the memory they name may go.
@@ -208,6 +227,7 @@ class Queue:
         """
         with self._lock:
             self.fail(error)
+        self._call()
 
     @property
     def done(self) -> int:
@@ -216,12 +236,12 @@ class Queue:
 
     @property
     def idle(self) -> bool:
-        """Whether everything up to the doorbell has been executed."""
-        return self._at >= self.ring.doorbell()
+        """Whether everything up to the doorbell has been executed, and whoever waited for it was told."""
+        return self._at >= self.ring.doorbell() and not self._callbacks
 
     def _run(self, until: int, wait: bool) -> bool:
-        """Execute up to ``until``; return False when the doorbell, or (with ``wait`` False) a poll, stopped it
-        before.
+        """Execute up to ``until``, or to where callbacks are to be called; return False when the doorbell, or (with
+        ``wait`` False) a poll, stopped it before.
         """
         view, mask, size, execute = self.ring.view, self._mask, self.ring.nbytes, self._execute
         decode, nop = d.decode, d.Nop
@@ -237,6 +257,8 @@ class Queue:
                 if wait and (trace := self._trace(at, place, stop)):
                     self._follow(trace, at)
                     at = self._told()
+                    if self._callbacks:
+                        return True
                     continue
                 packet: Any = decode(view, place, min(size, place + doorbell - at))
                 kind, length = type(packet), packet.size_bytes
@@ -253,6 +275,8 @@ class Queue:
                 self._at = at = at + length
                 if self._pending:
                     at = self._told()
+                    if self._callbacks:
+                        return True
             return at >= until
         except IrisError as error:
             if isinstance(error, (PacketError, QueueError, DeadlineError)):
@@ -266,7 +290,7 @@ class Queue:
         """Tell whoever waits for what has been executed, and return how far the queue is then."""
         while self._pending and self._pending[0][0] <= self._at:
             self.ring.retire(self._at)
-            self._pending.popleft()[1].finished(None)  # a callback may drive this queue further
+            self._end_first(None)
         return self._at
 
     def _trace(self, at: int, place: int, stop: int) -> Trace | None:

@@ -17,7 +17,8 @@ from typing import Any
 
 import torch
 
-from iris_pg.errors import DeadlineError, PeerLostError, UnsupportedError
+from iris_pg.completion import Completion
+from iris_pg.errors import ClosedError, DeadlineError, PeerLostError, UnsupportedError
 from iris_pg.kernels.launch import interpret, kernels
 from iris_pg.platforms.atomics import atomics
 
@@ -54,7 +55,7 @@ class Job:
     """An exchange in the engine's queue, and how it ended."""
 
     exchanges: Sequence[Exchange]
-    finished: Callable[[BaseException | None], None] | None
+    pending: Completion | None
     done: threading.Event = field(default_factory=threading.Event)
     error: BaseException | None = None
 
@@ -149,10 +150,8 @@ class KernelEngine:
         self.submitted = 0
         self.completed = 0
 
-    def submit(
-        self, exchanges: Exchange | Sequence[Exchange], finished: Callable[[BaseException | None], None] | None
-    ) -> Job:
-        """Execute launches after those before them, on the engine's thread; ``finished`` is told when all are done."""
+    def submit(self, exchanges: Exchange | Sequence[Exchange], pending: Completion | None = None) -> Job:
+        """Execute launches after those before them, on the engine's thread; ``pending`` is told when all are done."""
         if self.fault:
             raise self.fault
         if self._thread is None:
@@ -160,17 +159,25 @@ class KernelEngine:
             self._watchdog = threading.Thread(target=self._watch, name=f"{self.name} watchdog", daemon=True)
             self._thread.start()
             self._watchdog.start()
-        job = Job([exchanges] if isinstance(exchanges, Exchange) else exchanges, finished)
+        job = Job([exchanges] if isinstance(exchanges, Exchange) else exchanges, pending)
         self.submitted += 1
         self._jobs.put(job)
         return job
 
-    @staticmethod
-    def wait(job: Job) -> None:
+    def wait(self, job: Job) -> None:
         """Return when ``job`` is done; raise what ended it. The watchdog sees to it that it ends."""
+        self.help(job.done.is_set)
         job.done.wait()
         if job.error:
             raise job.error
+
+    def help(self, is_done: Callable[[], bool]) -> None:
+        """On the engine's own thread, where a future's callback may wait for an operation: execute until it is done."""
+        if threading.current_thread() is self._thread:
+            while not is_done() and self._step():
+                pass
+            if not is_done():
+                raise self.fault or ClosedError("the cu engine was closed")
 
     def close(self) -> None:
         """Abort what runs and stop the threads. Idempotent."""
@@ -193,22 +200,32 @@ class KernelEngine:
         self._abort()
 
     def _loop(self) -> None:
-        while (job := self._jobs.get()) is not None:
-            if self.fault is None:
-                try:
-                    self._running.set()
-                    for exchange in job.exchanges:
-                        self._launch(exchange)
-                except BaseException as error:
-                    self.fail(error)
-                finally:
-                    if not self._closed:
-                        self._running.clear()
-            job.error = self.fault
-            self.completed += 1
-            if job.finished:
-                job.finished(job.error)
-            job.done.set()
+        while self._step():
+            pass
+
+    def _step(self) -> bool:
+        """Execute the next job; return False when the engine is being closed."""
+        job = self._jobs.get()
+        if job is None:
+            self._jobs.put(None)  # a callback may have asked, within a step of the loop
+            return False
+        if self.fault is None:
+            try:
+                self._running.set()
+                for exchange in job.exchanges:
+                    self._launch(exchange)
+            except BaseException as error:
+                self.fail(error)
+            finally:
+                if not self._closed:
+                    self._running.clear()
+        job.error = self.fault
+        self.completed += 1
+        callbacks = job.pending.finished(job.error) if job.pending else None
+        job.done.set()
+        if callbacks:
+            callbacks()
+        return True
 
     def _launch(self, exchange: Exchange) -> None:
         rows: list[list[int]] = [[0] * self._table.size(1) for _ in range(self.world)]

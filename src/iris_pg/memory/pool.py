@@ -5,10 +5,10 @@ blocks are kept by size, and a block is idle again when the storage of its tenso
 
 A tensor from the pool lies at the same offset on every rank as long as all ranks make and drop tensors of one size in
 the same order: each takes the idle block that it has handed out longest ago. That one has most likely been idle for a
-while, so it does not matter that the last reference to another goes a moment earlier on one rank than on the next. A
-call is collective only when no block is idle. Where ranks differ after all (a tensor in a reference cycle goes when
-Python's collector comes along) offsets differ, the next operation on such a tensor says that ranks are in different
-operations, and no byte goes to a wrong place.
+while, so it does not matter if the last reference to another goes a moment earlier on one rank than on the next. A call
+is collective only when no block is idle. Where ranks differ after all (a tensor in a reference cycle goes when Python's
+collector comes along) they find themselves in different calls, or in operations at different places of the heap. Both
+are errors that say so, and no byte goes to a wrong place.
 """
 
 from __future__ import annotations
@@ -25,7 +25,6 @@ import torch
 from iris_pg.memory.allocator import align_up
 from iris_pg.memory.heap import SymmetricHeap
 
-_PATIENCE_S = 2e-3  # for a thread that has just finished an operation to let go of its tensors
 _COLLECT_S = 1.0  # least time between two runs of Python's collector
 
 
@@ -74,11 +73,9 @@ class TensorPool:
     def _take(self, size: int) -> int:
         """Return the offset of an idle block, or of a new one."""
         if not self._find(size) and self._in_use.get(size):
-            # A peer may see a block idle that is about to be idle here, and would not come to a collective call.
-            deadline = time.monotonic() + _PATIENCE_S
-            while not self._find(size) and time.monotonic() < deadline:
-                time.sleep(1e-4)
-            if not self._find(size) and time.monotonic() > self._collected + _COLLECT_S:
+            # A tensor may wait for Python's collector, which has come along on a peer. That peer would see an idle
+            # block, and not come to a collective call.
+            if time.monotonic() > self._collected + _COLLECT_S:
                 gc.collect()
                 self._collected = time.monotonic()
         idle = self._find(size)

@@ -47,7 +47,8 @@ class Operations:
                 after()
             return IrisWork(outputs)
         work = IrisWork(outputs, drive=self.transport.drive_work)
-        work.keep, work.after = keep, after
+        assert work.completion
+        work.completion.keep, work.completion.after = keep, after
         self.transport.run(key, local, flow, names, addresses, work)
         return self._coalesced(work)
 
