@@ -37,6 +37,7 @@ LAYERS = {
     "monitored": 7,
     "launches": 6,
     "transport": 7,
+    "watch": 7,
     "operations": 7,
     "context": 7,
     "collective_api": 7,
