@@ -145,6 +145,26 @@ def check_apart(op: str, output: torch.Tensor, input: torch.Tensor) -> None:
         raise ArgumentError(f"{op}: the input and the output share memory; pass two tensors")
 
 
+def check_lists_apart(op: str, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], own: int) -> None:
+    """Raise ArgumentError when a contiguous output shares memory with a contiguous input.
+
+    In place is allowed: output ``own`` may begin where this rank's own input does, input ``own`` of several or the only
+    one.
+    """
+    places = [(t.data_ptr(), t.numel() * t.element_size()) for t in (*outputs, *inputs)]
+    written, read = places[: len(outputs)], places[len(outputs) :]
+    if max(at + n for at, n in written) <= min(at for at, _ in read):
+        return
+    for i, (output, n) in enumerate(written):
+        for j, (input, m) in enumerate(read):
+            in_place = i == own and j == min(own, len(read) - 1) and output == input
+            if n and m and not in_place and -m < input - output < n:
+                raise ArgumentError(
+                    f"{op}: output {i} and input {j} share memory; only this rank's own ones, of index {own}, may be "
+                    "the same (in place)"
+                )
+
+
 def check_overlap(
     op: str, whole: torch.Tensor, part: torch.Tensor, own: int, names: tuple[str, str] = ("output", "input")
 ) -> None:

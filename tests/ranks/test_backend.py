@@ -331,6 +331,15 @@ def gives_wrong_arguments(rank, world):
         if rank + 1 < world:
             raises(ArgumentError, "overlaps the output at byte", gather, into, into[rank * 4 + 1 : rank * 4 + 5])
 
+        peer = (rank + 1) % world
+        raises(
+            ArgumentError,
+            f"output {peer} and input 0 share",
+            group.allgather,
+            [list(into.view(world, 4))],
+            [into[other : other + 4]],
+        )
+
     halves = [torch.zeros(4) for _ in range(world)]
     raises(ArgumentError, rf"{world - 1} tensors.*{world} ranks", group.allgather, [halves[1:]], [ones])
     raises(

@@ -190,3 +190,21 @@ def test_an_input_may_only_be_its_own_part(start):
             input,
             own,
         )
+
+
+@pytest.mark.parametrize("own", [0, 2])
+def test_lists_share_memory_only_in_place(own):
+    storage = torch.arange(24)
+    outputs = [storage[4 * i : 4 * i + 4] for i in range(3)]
+    apart, empty = [storage[12 + 4 * i : 16 + 4 * i] for i in range(3)], storage[1:1]
+    for inputs in (apart, apart[:1], [outputs[own]], [*apart[:own], outputs[own], *apart[own + 1 :]], [empty] * 3):
+        arguments.check_lists_apart("op", outputs, inputs, own)
+        arguments.check_lists_apart("op", outputs[::-1], inputs[::-1], 2 - own)
+    for i in range(3):
+        for start in (4 * i + 1, 4 * i) if i != own else (4 * i + 1,):
+            inputs = [storage[start : start + 2]]
+            raises(
+                ArgumentError, f"output {i} and input 0 share", arguments.check_lists_apart, "op", outputs, inputs, own
+            )
+    swapped = outputs[1:] + outputs[:1]
+    raises(ArgumentError, "share memory", arguments.check_lists_apart, "op", outputs, swapped, own)

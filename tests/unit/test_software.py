@@ -271,6 +271,13 @@ def test_a_poll_that_nothing_satisfies(func, reference):
         queue.drive(queue.submit(batches(packets.poll_regmem(memory.address, reference, func=func))))
 
 
+def test_a_poll_that_counts_its_reads_gives_up(run):
+    memory, marker = Memory(8), Memory(8)
+    poll = packets.poll_regmem(memory.address, 7, func=PollFunc.EQUAL, retry_count=50)
+    run(poll, packets.fence(marker.address, 1))
+    assert marker.word() == 1
+
+
 def test_a_poll_waits_until_its_word_changes():
     queue, memory, marker = new_queue(), Memory(8), Memory(8)
     end = queue.submit(

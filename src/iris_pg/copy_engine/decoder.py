@@ -114,7 +114,13 @@ class PollRegMem:
     interval: int
     retry_count: int
 
+    FOREVER: ClassVar[int] = 0xFFF
     size_bytes: ClassVar[int] = 24
+
+    @property
+    def gives_up(self) -> bool:
+        """Whether the engine goes on after a number of reads, whatever it has read."""
+        return self.retry_count != self.FOREVER
 
 
 @dataclass(slots=True)

@@ -90,7 +90,7 @@ class Queue:
         self._annex = b""  # payload of the last NOP; a copy, as the next packet may be executed after it is overwritten
         ops = atomics()
         self._load32, self._store32, self._rmw, self._copy_rows = ops.load32, ops.store32, ops.rmw, ops.copy_rows
-        self._cas = {4: ops.cas32, 8: ops.cas64}
+        self._cas, self._spin = {4: ops.cas32, 8: ops.cas64}, ops.spin32
         self._store64, self._native = ops.store64, ops.execute
         self._traces = Traces()
         self._execute: dict[type, Callable[..., bool]] = {
@@ -362,6 +362,9 @@ class Queue:
             case _:
                 raise PacketError(f"{p} can never be satisfied")
         if ((self._load32(p.address) & p.mask) - low) & _FULL <= span:
+            return True
+        if p.gives_up:
+            self._spin(p.address, p.mask, low, span, p.retry_count)
             return True
         if wait:
             self.patience.wait(p.address, p.mask, low, span, ref)

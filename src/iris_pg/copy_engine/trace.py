@@ -56,7 +56,7 @@ def _native(packet: d.Packet | Reduction) -> tuple[int, int, int, int]:
             return COPY, dst, src, nbytes
         case d.Fence(address, value):
             return STORE, address, value, 0
-        case d.PollRegMem(address, reference, mask, d.Comparison.EQUAL) if mask == _FULL_MASK:
+        case d.PollRegMem(address, reference, mask, d.Comparison.EQUAL) if mask == _FULL_MASK and not packet.gives_up:
             return AWAIT, address, reference, 0
     return OTHER, 0, 0, 0
 

@@ -65,6 +65,7 @@ class Exchanges(Operations):
         receives = tuple(t.numel() * t.element_size() for t in outputs)
         self._check_own(op, sends[rank], receives[rank])
         sources, targets = [dense(t) for t in inputs], [room(t) for t in outputs]
+        arguments.check_lists_apart(op, targets, sources, rank)
         in_place = sources[rank].data_ptr() == targets[rank].data_ptr()
 
         def flow(key: Key, local: Any) -> Flow:

@@ -88,6 +88,7 @@ class Gathers(Operations):
             )
         sizes = [t.numel() * t.element_size() for t in into]
         source, targets = dense(input), [room(t) for t in into]
+        arguments.check_lists_apart(op, targets, [source], rank)
         own_copy = source.data_ptr() != targets[rank].data_ptr()
         if not any(sizes):
             return IrisWork([into])
