@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -11,6 +12,7 @@ import torch
 
 from iris_pg.bench import __main__ as command_line
 from iris_pg.bench import report, suite, timing
+from iris_pg.bench.operations import OPERATIONS
 
 DEADLINE_S = 100
 QUICK = ["--rounds", "2", "--iterations", "3", "--deadline", "80"]
@@ -68,6 +70,14 @@ def test_under_torchrun_it_uses_the_ranks_given():
     assert "times iris sdma" in done.stdout
 
 
+def test_all_operations_are_measured():
+    names = ",".join(OPERATIONS)
+    done = run(names, "--backends", "iris,gloo", "--sizes", "4,5000", "--ranks", "3", *QUICK)
+    assert done.returncode == 0, done.stderr
+    assert re.findall(r"(\w+), 3 ranks", done.stdout) == list(OPERATIONS)
+    assert done.stdout.count("iris sdma heap") == 2 * sum(operation.uses_heap for operation in OPERATIONS.values()) == 4
+
+
 def test_the_cu_engine_is_a_contender_for_small_sizes():
     done = run("--backends", "iris", "--engine", "cu,sdma", "--memory", "ordinary", "--sizes", "16,128KiB", *QUICK)
     assert done.returncode == 0, done.stderr
@@ -118,4 +128,4 @@ def test_a_wrong_byte_is_named():
     right = torch.arange(8, dtype=torch.uint8)
     wrong = right.clone()
     wrong[5] += 1
-    assert suite.first_difference(wrong, right) == "1 bytes differ, the first at 5: 6 and not 5"
+    assert suite.first_difference(wrong, right) == "1 elements differ, the first at 5: 6 and not 5"

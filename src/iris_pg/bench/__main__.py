@@ -20,6 +20,7 @@ import torch.distributed as dist
 
 from iris_pg.bench import report, suite, timing
 from iris_pg.bench.launch import run_ranks
+from iris_pg.bench.operations import OPERATIONS
 from iris_pg.options import ENGINES
 
 _UNITS = {"": 0, "b": 0, "kib": 10, "mib": 20, "gib": 30}
@@ -58,7 +59,14 @@ def _positive(text: str) -> int:
 def parser() -> argparse.ArgumentParser:
     """Return the command line."""
     p = argparse.ArgumentParser("python -m iris_pg.bench", description=__doc__)
-    p.add_argument("operation", nargs="?", default="all_gather", choices=list(suite.OPERATIONS))
+    p.add_argument(
+        "operations",
+        nargs="?",
+        metavar="operation",
+        type=_names(*OPERATIONS),
+        default="all_gather",
+        help=f"one or several by commas, of {', '.join(OPERATIONS)} (%(default)s)",
+    )
     p.add_argument(
         "--backends", type=_names(), default="iris,gloo", help="the last is the anchor of the ratios (%(default)s)"
     )
@@ -116,10 +124,11 @@ def _run(args: argparse.Namespace) -> int:
     meter = timing.Meter()
     how = dict(rounds=args.rounds, iterations=args.iterations, seed=args.seed)
     try:
-        for nbytes in args.sizes:
-            rows += suite.run_size(suite.OPERATIONS[args.operation], groups, nbytes, **how)
-            if rank == 0:
-                print(f"{report.size_text(nbytes)} done", file=sys.stderr)
+        for name in args.operations:
+            for nbytes in args.sizes:
+                rows += suite.run_size(OPERATIONS[name], groups, nbytes, **how)
+                if rank == 0:
+                    print(f"{name} {report.size_text(nbytes)} done", file=sys.stderr)
     except suite.WrongResultError as error:
         if rank == 0:
             print(error, file=sys.stderr)

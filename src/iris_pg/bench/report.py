@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import datetime
 import importlib.metadata
+import itertools
 import os
 import platform
 from collections.abc import Iterable, Sequence
@@ -104,27 +105,30 @@ def _record(row: Row) -> dict[str, Any]:
 def print_table(rows: Sequence[Row], world: int, anchor: str, others: float, notes: Iterable[str] = ()) -> None:
     """Print the rows, with rich where it is installed; ``others`` as in :func:`document`."""
     heads = ("bytes/rank", "contender", "median us", "p10 - p90", "loop us", "GB/s per rank", f"times {anchor}", "")
-    lines = [_cells(row) for row in rows]
-    title = f"{rows[0].operation if rows else 'nothing'}, {world} ranks"
-    try:
-        from rich.console import Console
-        from rich.table import Table
-    except ImportError:
-        _print_plain(title, heads, lines)
-    else:
-        table = Table(title=title, title_justify="left")
-        for i, head in enumerate(heads):
-            table.add_column(head, justify="left" if i == 1 else "right", no_wrap=True)
-        for i, cells in enumerate(lines):
-            table.add_row(*cells, end_section=i + 1 == len(lines) or rows[i + 1].nbytes != rows[i].nbytes)
-        console = Console()
-        Console(width=None if console.is_terminal else 120, highlight=False).print(table)
+    for operation, group in itertools.groupby(rows, lambda row: row.operation):
+        _print_lines(f"{operation}, {world} ranks", heads, list(group))
     print("median, p10, p90: time of a call on the rank with the largest median; loop: time of a block / its calls")
     print(f"GB/s per rank: bytes received from others / median; {FLOOR}: a local copy of bytes/rank, all ranks at once")
     print(f"times {anchor}: median (least - most) over rounds of {anchor}'s time / this one's")
     print(f"other processes kept {others:.2f} of {os.cpu_count()} cores busy meanwhile")
     for note in notes:
         print(note)
+
+
+def _print_lines(title: str, heads: Sequence[str], rows: Sequence[Row]) -> None:
+    lines = [_cells(row) for row in rows]
+    try:
+        from rich.console import Console
+        from rich.table import Table
+    except ImportError:
+        return _print_plain(title, heads, lines)
+    table = Table(title=title, title_justify="left")
+    for i, head in enumerate(heads):
+        table.add_column(head, justify="left" if i == 1 else "right", no_wrap=True)
+    for i, cells in enumerate(lines):
+        table.add_row(*cells, end_section=i + 1 == len(lines) or rows[i + 1].nbytes != rows[i].nbytes)
+    console = Console()
+    Console(width=None if console.is_terminal else 120, highlight=False).print(table)
 
 
 def _cells(row: Row) -> tuple[str, ...]:

@@ -1,4 +1,4 @@
-"""What is measured: operations and contenders, each a row of a table, and how one size of one operation is run.
+"""What is measured: the contenders, and how one size of one operation is run.
 
 The default group (gloo) only coordinates: every contender moves its bytes over a group of its own.
 """
@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from iris_pg.bench import timing
+from iris_pg.bench.operations import Operation
 from iris_pg.options import Options
 
 Tensor = torch.Tensor
@@ -25,45 +26,6 @@ _CHECKS = 3  # calls with different data before the timing, and again after it
 
 class WrongResultError(Exception):
     """An operation gave other bytes than it should have; the message says which."""
-
-
-# Operations -----------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Operation:
-    """One collective on bytes.
-
-    Args:
-        name: on the command line and in the report.
-        output_nbytes: (bytes per rank, world) -> bytes of the output.
-        received_nbytes: (bytes per rank, world) -> bytes that a rank gets from other ranks: what GB/s counts.
-        expected: (inputs of all ranks, rank) -> the right output.
-        call: (output, input, group) -> None; synchronous.
-    """
-
-    name: str
-    output_nbytes: Callable[[int, int], int]
-    received_nbytes: Callable[[int, int], int]
-    expected: Callable[[list[Tensor], int], Tensor]
-    call: Callable[[Tensor, Tensor, Any], None]
-
-
-# Its name since torch 2.13; the old one warns on every call there, which would be timed.
-_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-
-OPERATIONS = {
-    operation.name: operation
-    for operation in (
-        Operation(
-            "all_gather",
-            output_nbytes=lambda n, world: world * n,
-            received_nbytes=lambda n, world: (world - 1) * n,
-            expected=lambda inputs, rank: torch.cat(inputs),
-            call=_all_gather,
-        ),
-    )
-}
 
 
 # Contenders -----------------------------------------------------------------------------------------------------------
@@ -138,15 +100,16 @@ class Row:
 
 
 class Data:
-    """Input bytes [n] that depend on rank, position and iteration."""
+    """Inputs [numel] that depend on rank, position and iteration: whole numbers 0..255, so sums are exact."""
 
-    def __init__(self, nbytes: int, seed: int) -> None:
-        self.random = torch.randint(0, 256, (nbytes,), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed))
+    def __init__(self, numel: int, seed: int, dtype: torch.dtype = torch.uint8) -> None:
+        self.random = torch.randint(0, 256, (numel,), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed))
+        self.dtype = dtype
 
     def of(self, rank: int, iteration: int) -> Tensor:
         """Return the input of ``rank`` in ``iteration``: random bytes turned by one number and xored with another."""
         turned = torch.roll(self.random, 7919 * rank + 104_729 * iteration)
-        return turned.bitwise_xor_((37 * rank + 11 * iteration + 1) % 256)
+        return turned.bitwise_xor_((37 * rank + 11 * iteration + 1) % 256).to(self.dtype)
 
 
 def run_size(
@@ -168,12 +131,18 @@ def run_size(
         WrongResultError: on all ranks, when a byte is wrong on any.
     """
     rank, world = dist.get_rank(), dist.get_world_size()
-    data = Data(nbytes, seed)
+    numel = operation.numel(nbytes)
+    data = Data(operation.inputs(world) * numel, seed, operation.dtype)
     input = data.of(rank, 0)
-    taking_part = {c: g for c, g in groups.items() if c.largest_nbytes is None or nbytes <= c.largest_nbytes}
-    outputs = {c: _output(c, g, operation.output_nbytes(nbytes, world)) for c, g in taking_part.items()}
+    taking_part = {
+        c: g
+        for c, g in groups.items()
+        if (c.largest_nbytes is None or nbytes <= c.largest_nbytes) and (operation.uses_heap or c.memory == "ordinary")
+    }
+    outputs = {c: _output(c, g, operation.outputs(world) * numel, operation.dtype) for c, g in taking_part.items()}
     try:
-        calls: dict[str, Callable[[], object]] = {FLOOR: _copy_call(torch.empty_like(input), input)}
+        one = input[:numel]
+        calls: dict[str, Callable[[], object]] = {FLOOR: _copy_call(torch.empty_like(one), one)}
         for c, group in taking_part.items():
             _check(operation, c, group, outputs[c], data, range(_CHECKS))
             calls[c.name] = lambda output=outputs[c], group=group: operation.call(output, input, group)  # type: ignore[misc]
@@ -187,9 +156,9 @@ def run_size(
                 groups[c].heap.free(output)
 
     anchor = list(groups)[-1].name
-    received = operation.received_nbytes(nbytes, world)
+    received = operation.received(numel * operation.dtype.itemsize, world)
 
-    def row(contender: Contender | None, name: str, moved: int) -> Row:
+    def row(contender: Contender | None, name: str, moved: float) -> Row:
         ratio = timing.ratio(times[anchor], times[name]) if contender and anchor in times else None
         summary = times[name]
         return Row(
@@ -199,15 +168,15 @@ def run_size(
     return [*(row(c, c.name, received) for c in taking_part), row(None, FLOOR, nbytes)]
 
 
-def _output(contender: Contender, group: Any, nbytes: int) -> Tensor:
+def _output(contender: Contender, group: Any, numel: int, dtype: torch.dtype) -> Tensor:
     if contender.memory == "heap":
-        return group.heap.empty(nbytes, dtype=torch.uint8)  # type: ignore[no-any-return]
-    return torch.empty(nbytes, dtype=torch.uint8)
+        return group.heap.empty(numel, dtype=dtype)  # type: ignore[no-any-return]
+    return torch.empty(numel, dtype=dtype)
 
 
 def _copy_call(to: Tensor, source: Tensor) -> Callable[[], object]:
     """Return a call of C's memmove, which is what moves bytes on CPUs at best."""
-    arguments = ctypes.c_void_p(to.data_ptr()), ctypes.c_void_p(source.data_ptr()), ctypes.c_size_t(source.numel())
+    arguments = ctypes.c_void_p(to.data_ptr()), ctypes.c_void_p(source.data_ptr()), ctypes.c_size_t(source.nbytes)
     memmove = ctypes.CFUNCTYPE(ctypes.c_void_p, *map(type, arguments))(("memmove", ctypes.CDLL(None)))
     keep = (to, source)
     return lambda keep=keep: memmove(*arguments)  # type: ignore[misc]
@@ -217,8 +186,12 @@ def _check(operation: Operation, c: Contender, group: Any, output: Tensor, data:
     rank, world = dist.get_rank(), dist.get_world_size()
     problem = None
     for iteration in iterations:
-        output.fill_(_POISON)
-        operation.call(output, data.of(rank, iteration), group)
+        input = data.of(rank, iteration)
+        if operation.in_place:
+            output.copy_(input)
+        else:
+            output.fill_(_POISON)
+        operation.call(output, input, group)
         expected = operation.expected([data.of(p, iteration) for p in range(world)], rank)
         if problem is None and not torch.equal(output, expected):
             problem = f"rank {rank}, call {iteration}: {first_difference(output, expected)}"
@@ -226,13 +199,11 @@ def _check(operation: Operation, c: Contender, group: Any, output: Tensor, data:
     dist.all_gather_object(problems, problem)
     wrong = "; ".join(filter(None, problems))
     if wrong:
-        raise WrongResultError(
-            f"{operation.name} of {data.random.numel()} bytes per rank by {c.name} is wrong: {wrong}"
-        )
+        raise WrongResultError(f"{operation.name} of {data.random.numel()} elements by {c.name} is wrong: {wrong}")
 
 
 def first_difference(output: Tensor, expected: Tensor) -> str:
-    """Return in words where two tensors of bytes differ; they do."""
+    """Return in words where two tensors of one dimension differ; they do."""
     at = (output != expected).nonzero().flatten()
     first = int(at[0])
-    return f"{at.numel()} bytes differ, the first at {first}: {int(output[first])} and not {int(expected[first])}"
+    return f"{at.numel()} elements differ, the first at {first}: {output[first]:g} and not {expected[first]:g}"
