@@ -35,6 +35,7 @@ AUTO = (
     Row(
         "cpu", "sdma", "on CPUs the cu engine runs in Triton's interpreter, a thousand times slower than a memory copy"
     ),
+    Row("cuda", "sdma", "copy engines move megabytes faster than kernels do, and take no SM from the model"),
 )
 
 

@@ -133,6 +133,31 @@ class Reservation:
         return torch.frombuffer(memory, dtype=torch.uint8)
 
 
+class HostMemory:
+    """Shared memory of the machine: what a symmetric heap for CPU tensors is made of.
+
+    Attributes:
+        page: granularity of mappings, in bytes.
+        place: the same on all ranks, which share the machine's memory.
+    """
+
+    page = PAGE
+    place = "the machine"
+    device = torch.device("cpu")
+
+    def available_bytes(self) -> int:
+        """As :func:`available_bytes`."""
+        return available_bytes()
+
+    def create_segment(self, nbytes: int) -> int:
+        """As :func:`create_segment`."""
+        return create_segment(nbytes)
+
+    def reserve(self, nbytes: int) -> Reservation:
+        """Return a range of address space of ``nbytes`` (whole pages)."""
+        return Reservation(nbytes)
+
+
 def private_memory(nbytes: int) -> Reservation:
     """Return zeroed memory of this process alone, page aligned (rings live here)."""
     fd = os.memfd_create("iris_pg_private", os.MFD_CLOEXEC)

@@ -1,0 +1,448 @@
+"""What moves the bytes of CUDA tensors between the ranks of one group: a heap on the GPU, flags in host memory, and
+programs run by streams.
+
+Made by the first operation on a CUDA tensor, which all ranks of the group take part in. Keys, flows and programs are
+those of CPU tensors (transport.py).
+
+An operation runs on the caller's current stream, or, when it is asynchronous, on the group's own stream, which waits
+for the current one first. Operations of a group are done in the order of calls, on whatever streams: flags are
+mailboxes with one writer at a time. Under capture everything runs on the caller's stream, in one chain, and nothing
+that is captured depends on what ran before, so a graph can be replayed among eager calls. Replays have to be in one
+order with the group's other operations, on all ranks, which they are when streams put them in one.
+
+The first call for given sizes and addresses prepares the driver's calls; later ones make them again.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any
+
+import torch
+
+from iris_pg.collectives import message
+from iris_pg.collectives.barrier import barrier
+from iris_pg.collectives.build import build
+from iris_pg.collectives.flow import Flow, Fold
+from iris_pg.collectives.setting import Setting
+from iris_pg.copy_engine.stream import bind, lower
+from iris_pg.device_work import Lane, StreamWork
+from iris_pg.errors import ArgumentError, ClosedError, IrisError, UnsupportedError, where
+from iris_pg.flags import CREDIT, MAIL_SLOTS, SLOTS
+from iris_pg.memory.heap import SymmetricHeap
+from iris_pg.memory.sharing import Links
+from iris_pg.options import Options
+from iris_pg.planner import engine_for
+from iris_pg.platforms import cuda
+from iris_pg.platforms.atomics import atomics
+from iris_pg.program import Program, Ref
+from iris_pg.transport import BARRIER, Key
+from iris_pg.transport import _tag as tag_of
+
+_PREPARED = 4096  # most operations whose driver calls are kept
+_PROGRAMS = 1024  # most programs that are kept
+_LINE = 64  # bytes; each lane's word has a cache line
+
+_open_transports: weakref.WeakSet[DeviceTransport] = weakref.WeakSet()
+
+
+class DeviceTransport:
+    """Operations on tensors of one GPU, for one group. Collective to make.
+
+    Args:
+        links: the group's links.
+        options: the group's options.
+        timeout_s: deadline of every wait.
+        device: this rank's GPU.
+
+    Attributes:
+        heap: symmetric memory on the GPU; outputs in it are written by peers directly.
+
+    Raises:
+        UnsupportedError: cuda-bindings is missing, GPUs cannot access each other's memory, or the engine does not exist
+            for CUDA tensors. Else as :class:`SymmetricHeap`.
+    """
+
+    def __init__(self, links: Links, options: Options, timeout_s: float, device: torch.device) -> None:
+        self.links, self.rank, self.world, self.device = links, links.rank, links.world, device
+        self.timeout_s = timeout_s
+        self.engine, self.reason = engine_for(options.engine, "cuda")
+        self.chunk_bytes = options.device_chunk_bytes
+        self.pair_bytes = max(256, 2 * self.chunk_bytes // max(self.world, 1) // 256 * 256)
+        self.failure: BaseException | None = None
+        memory = self._agree_on_devices()
+        lanes = 1 + 2 * self.world  # collectives, messages to each rank, messages from each rank
+        self._host = SymmetricHeap(links, 1, dict(lanes=_LINE * lanes))
+        areas = dict(
+            staging=SLOTS * self.chunk_bytes,
+            pairs=SLOTS * self.world * self.pair_bytes,
+            mail=MAIL_SLOTS * self.world * self.pair_bytes,
+        )
+        self.heap = SymmetricHeap(links, options.heap_bytes, areas, memory)
+        self.tensors = self.heap
+        self._page = self._host.control
+        ops = atomics()
+        self._load32 = ops.load32
+        for slot in range(MAIL_SLOTS):
+            for peer in range(self.world):
+                ops.store32(self._host.base + self._page.emptied(slot, peer), CREDIT)
+        nbytes = self._host.areas["lanes"] + _LINE * lanes
+        self._registered = [base for base in self._host.bases]
+        self._flags = [cuda.register(base, -(-nbytes // 4096) * 4096) for base in self._registered]
+        links.exchange({}, what="create the group's transport for CUDA tensors")  # flags are as they begin
+        self._lock = threading.RLock()  # operations are numbered and put on streams in one order
+        self._side = torch.cuda.Stream(device)
+        self._last: tuple[torch.cuda.Stream, bool] | None = None  # where the last operation ran; whether captured
+        self._sequence = 0
+        self._lane = self._new_lane(0)
+        self._mail: dict[tuple[str, int], _MailLane] = {}
+        self._handles: dict[int, Any] = {}
+        self._programs: OrderedDict[Hashable, Program] = OrderedDict()
+        self._prepared: OrderedDict[Hashable, list[cuda.Launch]] = OrderedDict()
+        self._is_fork = False
+        _open_transports.add(self)
+
+    def _agree_on_devices(self) -> cuda.DeviceMemory:
+        """Make this rank's platform and check that the GPUs of all ranks can access each other."""
+        problem, memory = None, None
+        try:
+            memory = cuda.DeviceMemory(self.device)
+        except IrisError as error:
+            problem = str(error)
+        card = dict(problem=problem, place=memory and memory.place, chunk_bytes=self.chunk_bytes, engine=self.engine)
+        messages = self.links.exchange(card, what="create the group's transport for CUDA tensors")
+        for peer, said in enumerate(m.payload for m in messages):
+            if said["problem"]:
+                raise UnsupportedError(f"CUDA tensors, on rank {peer}: {said['problem']} {self._where()}")
+            if said["chunk_bytes"] != self.chunk_bytes:
+                raise ArgumentError(
+                    f"rank {self.rank} has device_chunk_bytes={self.chunk_bytes} and rank {peer} "
+                    f"{said['chunk_bytes']}; options are the same on all ranks {self._where()}"
+                )
+            if not cuda.can_reach(self.device, said["place"]):
+                raise UnsupportedError(
+                    f"rank {self.rank}'s {self.device} cannot access the memory of rank {peer}'s GPU; an iris group "
+                    "needs GPUs with peer access (NVLink, or PCIe peer to peer; see `nvidia-smi topo -p2p rw`); use "
+                    f"another backend for them {self._where()}"
+                )
+        assert memory
+        return memory
+
+    def _new_lane(self, number: int) -> Lane:
+        at = self._host.areas["lanes"] + _LINE * number
+        here, there = self._host.base + at, self._flags[self.rank] + at
+        load = self._load32
+        return Lane(lambda: load(here), lambda stream, done: cuda.write(stream, there, done))
+
+    # Operations -------------------------------------------------------------------------------------------------------
+
+    def perform(
+        self,
+        key: Key,
+        local: Any,
+        flow: Callable[[Key, Any], Flow | Fold],
+        names: Sequence[str],
+        addresses: Sequence[int],
+        outputs: list[Any],
+        asynchronous: bool = False,
+        keep: Any = None,
+        after: Callable[[], Any] | None = None,
+        program: Callable[[Setting], Program] | None = None,
+        blocks: bool = False,
+    ) -> StreamWork:
+        """Put an operation on a stream, and return its work.
+
+        Args:
+            key, local, flow, names, addresses: as in :meth:`iris_pg.transport.Transport.run`.
+            outputs: what the work gives.
+            asynchronous: on the group's stream and not on the current one.
+            keep: tensors to keep until the work is done, if asynchronous.
+            after: called with the operation's stream current, behind the operation.
+            program: builds the program, when it is not what ``flow`` says.
+            blocks: ``wait`` of the work waits on the host.
+
+        Raises:
+            ClosedError: the group has failed or was closed before. DriverError: the driver does not take a call.
+        """
+        with self._lock, torch.cuda.device(self.device):
+            self._check_open()
+            captures = torch.cuda.is_current_stream_capturing()
+            current = torch.cuda.current_stream(self.device)
+            on_side = asynchronous and not captures
+            stream = self._side if on_side else current
+            self._sequence = sequence = self._sequence + 1
+            slot = sequence % SLOTS
+            known: Hashable = (key, local, slot, tuple(addresses))
+            calls = self._prepared.get(known)
+            if calls is None:
+                calls = self._prepare(known, self._program(key, local, slot, flow, program), names, addresses)
+            if on_side:
+                stream.wait_stream(current)
+            self._follow(stream, captures)
+            handle = self._handle(stream)
+            if on_side:
+                with torch.cuda.stream(stream):
+                    self._launch(calls, handle, after)
+                    event = stream.record_event()
+                work = StreamWork(outputs, stream, event, self._failed_with, keep, blocks)
+            else:
+                self._launch(calls, handle, after)
+                work = StreamWork(outputs, stream, None, self._failed_with, None, blocks)
+            self._last = stream, captures
+            if not captures:
+                self._lane.add(handle, (sequence, key), work)
+                self._lane.oldest()
+            return work
+
+    def _launch(self, calls: list[cuda.Launch], handle: Any, after: Callable[[], Any] | None) -> None:
+        for call in calls:
+            call(handle)
+        if after:
+            after()
+
+    def _follow(self, stream: torch.cuda.Stream, captures: bool) -> None:
+        """Let ``stream`` wait for the operation before, if that ran on another one."""
+        if self._last is None or self._last[0] == stream:
+            return
+        last, was_captured = self._last
+        if captures and not (was_captured and _is_capturing(last)):
+            return  # a graph is replayed at other times; whoever replays it puts replays in order
+        if was_captured and not captures:
+            return
+        stream.wait_stream(last)
+
+    def _handle(self, stream: torch.cuda.Stream) -> Any:
+        raw = stream.cuda_stream
+        handle = self._handles.get(raw)
+        if handle is None:
+            if len(self._handles) > 1024:
+                self._handles.clear()
+            handle = self._handles[raw] = cuda.stream_handle(raw)
+        return handle
+
+    def barrier(self, asynchronous: bool = False) -> StreamWork:
+        """Return the work of a barrier: done when every rank's stream has come to it; its ``wait`` waits on the host.
+
+        Both rounds at once, and not in turn as on CPUs: a captured barrier is the same at every replay.
+        """
+
+        def both(s: Setting) -> Program:
+            return barrier(s, 0).then(barrier(s, 1))
+
+        def flow(key: Key, local: Any) -> Flow:
+            return Flow("barrier")
+
+        captures = torch.cuda.is_current_stream_capturing()
+        return self.perform(BARRIER, None, flow, (), (), [], asynchronous, program=both, blocks=not captures)
+
+    def _program(
+        self,
+        key: Key,
+        local: Any,
+        slot: int,
+        flow: Callable[[Key, Any], Flow | Fold],
+        program: Callable[[Setting], Program] | None,
+    ) -> Program:
+        known: Hashable = (key, local, slot)
+        made = self._programs.get(known)
+        if made is None:
+            setting = self._setting(key, slot)
+            made = program(setting) if program else build(setting, flow(key, local))
+            self._programs[known] = made
+            if len(self._programs) > _PROGRAMS:
+                self._programs.popitem(last=False)
+        return made
+
+    def _setting(self, key: Key, slot: int) -> Setting:
+        sizes = dict(chunk_bytes=self.chunk_bytes, pair_bytes=self.pair_bytes)
+        return Setting(self.rank, self.world, self._page, tag=tag_of(key), first_slot=slot, **sizes)
+
+    def _prepare(
+        self, known: Hashable, program: Program, names: Sequence[str], addresses: Sequence[int]
+    ) -> list[cuda.Launch]:
+        bound = dict(zip(names, addresses, strict=True))
+
+        def address(ref: Ref) -> int:
+            return bound[ref.buffer] + ref.offset if ref.buffer in bound else self._address(ref)
+
+        calls = self._prepared[known] = bind(lower(program, address), self.device)
+        if len(self._prepared) > _PREPARED:
+            self._prepared.popitem(last=False)
+        return calls
+
+    def _address(self, ref: Ref) -> int:
+        if ref.buffer == "flags":
+            return self._flags[ref.rank] + ref.offset
+        start = 0 if ref.buffer == "heap" else self.heap.areas[ref.buffer]
+        return self.heap.bases[ref.rank] + start + ref.offset
+
+    # Messages ---------------------------------------------------------------------------------------------------------
+
+    def send(self, tensor: torch.Tensor, dst: int, tag: int, outputs: list[Any]) -> StreamWork:
+        """Put a message of contiguous ``tensor`` to rank ``dst`` on the stream for messages to that rank."""
+        return self._message("send", message.send, tensor, dst, tag, outputs, None)
+
+    def recv(
+        self, tensor: torch.Tensor, src: int, tag: int, outputs: list[Any], after: Callable[[], Any] | None
+    ) -> StreamWork:
+        """Put the receipt of a message into contiguous ``tensor`` on the stream for messages from rank ``src``.
+
+        ``after`` is called with that stream current, behind the receipt.
+        """
+        return self._message("recv", message.receive, tensor, src, tag, outputs, after)
+
+    def _message(
+        self,
+        op: str,
+        program: Callable[[Setting, int, Ref, int], Program],
+        tensor: torch.Tensor,
+        peer: int,
+        tag: int,
+        outputs: list[Any],
+        after: Callable[[], Any] | None,
+    ) -> StreamWork:
+        if peer == self.rank:
+            raise ArgumentError(
+                f"{op}: a message to or from this rank itself, {self.rank}; messages are between two ranks; copy the "
+                f"tensor (tensor.copy_) instead {self._where(op)}"
+            )
+        nbytes = tensor.numel() * tensor.element_size()
+        with self._lock, torch.cuda.device(self.device):
+            self._check_open()
+            captures = torch.cuda.is_current_stream_capturing()
+            lane = self._mail_lane(op, peer)
+            if captures and nbytes > MAIL_SLOTS * self.pair_bytes:
+                raise UnsupportedError(
+                    f"{op}: a message of {nbytes} bytes while a graph is captured; it takes "
+                    f"{MAIL_SLOTS * self.pair_bytes}, what lies in slots, since a captured send must not wait for its "
+                    "receive; raise IRIS_PG_DEVICE_CHUNK_BYTES, or send smaller messages "
+                    f"{self._where(op)}"
+                )
+            key = ("message", tag)
+            setting = self._setting(key, lane.chunks % MAIL_SLOTS)
+            known: Hashable = (op, peer, tag, nbytes, setting.first_slot, tensor.data_ptr())
+            calls = self._prepared.get(known)
+            if calls is None:
+                made = program(setting, peer, Ref(self.rank, "tensor", 0), nbytes)
+                calls = self._prepare(known, made, ("tensor",), (tensor.data_ptr(),))
+            lane.chunks += len(message.pieces(setting, nbytes))
+            current = torch.cuda.current_stream(self.device)
+            stream = current if captures else lane.stream
+            if not captures:
+                stream.wait_stream(current)
+            handle = self._handle(stream)
+            with torch.cuda.stream(stream):
+                self._launch(calls, handle, after)
+                event = None if captures else stream.record_event()
+            work = StreamWork(outputs, stream, event, self._failed_with, tensor)
+            if not captures:
+                direction = "to" if op == "send" else "from"
+                lane.lane.add(handle, (op, nbytes, "bytes", direction, "rank", peer), work)
+                lane.lane.oldest()
+            return work
+
+    def _mail_lane(self, op: str, peer: int) -> _MailLane:
+        lane = self._mail.get((op, peer))
+        if lane is None:
+            # Streams of different priorities never share a hardware queue. So a receive does not queue behind a send
+            # that waits for it, whatever CUDA_DEVICE_MAX_CONNECTIONS says.
+            stream = torch.cuda.Stream(self.device, priority=0 if op == "send" else -1)
+            number = 1 + peer + (self.world if op == "recv" else 0)
+            lane = self._mail[op, peer] = _MailLane(stream, self._new_lane(number))
+        return lane
+
+    # Life -------------------------------------------------------------------------------------------------------------
+
+    @property
+    def sequence(self) -> int:
+        """Number of operations begun."""
+        return self._sequence
+
+    def _failed_with(self) -> BaseException | None:
+        return self.failure
+
+    def _check_open(self) -> None:
+        if self.failure:
+            raise ClosedError(
+                "the group has failed before and cannot be used; destroy it and make a new one. It failed with: "
+                f"{self.failure} {self._where()}"
+            )
+
+    def _where(self, op: str | None = None) -> str:
+        return where(group=self.links.group, rank=self.rank, op=op)
+
+    def explain(self) -> str:
+        """Return what was chosen for CUDA tensors, and why, in words."""
+        return "\n".join(
+            (
+                f"group {self.links.group}: rank {self.rank} of {self.world}, CUDA tensors on {self.device}",
+                f"  engine    {self.engine} ({self.reason})",
+                f"  heap      {self.heap.limit_bytes} bytes a rank for tensors; outputs in it are written by peers "
+                "directly (zero copy)",
+                f"  elsewhere through staging slots of {self.chunk_bytes} bytes",
+                f"  messages  are matched by their order, and go through {MAIL_SLOTS} slots of {self.pair_bytes} bytes "
+                "for each pair of ranks",
+            )
+        )
+
+    def set_timeout(self, timeout_s: float) -> None:
+        """Set the deadline of later waits."""
+        self.timeout_s = timeout_s
+
+    def close(self, why: str = "closed") -> None:
+        """Drop the heap, when what is under way is done. Idempotent."""
+        if self.failure is None:
+            self.failure = ClosedError(f"the group was closed ({why}) {self._where()}")
+        if self._is_fork or not self._registered:
+            return
+        with self._lock:
+            torch.cuda.synchronize(self.device)
+            for base in self._registered:
+                cuda.unregister(base)
+            self._registered = []
+            self._prepared.clear()
+            self._programs.clear()
+            self._lane.drop()
+            for lane in self._mail.values():
+                lane.lane.drop()
+            self._mail.clear()
+            self.heap.close()
+            self._host.close()
+
+    def _forget(self) -> None:
+        """In a forked child, which has no context of the GPU: touch nothing."""
+        self._is_fork = True
+        self._lock = threading.RLock()  # whoever held it lives in the parent
+        self.failure = ClosedError(
+            "this process is a fork of the one that created the group, and cannot use it; make a group of its own "
+            f"{self._where()}"
+        )
+
+
+class _MailLane:
+    """Messages to one rank, or from it.
+
+    Attributes:
+        stream, lane: where they run, and in what order.
+        chunks: number of chunks so far; gives the slot of the next.
+    """
+
+    def __init__(self, stream: torch.cuda.Stream, lane: Lane) -> None:
+        self.stream, self.lane, self.chunks = stream, lane, 0
+
+
+def _is_capturing(stream: torch.cuda.Stream) -> bool:
+    with torch.cuda.stream(stream):
+        return torch.cuda.is_current_stream_capturing()
+
+
+def _after_fork_in_child() -> None:
+    for transport in list(_open_transports):
+        transport._forget()
+
+
+os.register_at_fork(after_in_child=_after_fork_in_child)

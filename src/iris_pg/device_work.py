@@ -1,0 +1,190 @@
+"""The works of operations on CUDA tensors, and the lanes in which they follow each other.
+
+A work's ``wait`` makes the current stream wait, and never the host; only a barrier's waits on the host. What an
+operation reads and writes is kept until it has been waited for, or is seen to be done.
+"""
+
+from __future__ import annotations
+
+import copy
+import datetime
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+
+from iris_pg.errors import DeadlineError
+from iris_pg.work import IrisWork
+
+_POLL_S = 200e-6  # seconds between two looks, when the host waits
+
+
+class StreamWork(IrisWork):
+    """One operation on a stream.
+
+    Args:
+        outputs: what ``result()`` and the future give.
+        stream: the stream that it runs on.
+        event: recorded behind it; None when it runs on the stream that was current, and need not be waited for there.
+        failure: returns what the group has failed with, if it has.
+        keep: tensors that it reads or writes.
+        blocks: ``wait`` waits on the host as well.
+    """
+
+    def __init__(
+        self,
+        outputs: list[Any],
+        stream: torch.cuda.Stream,
+        event: torch.cuda.Event | None,
+        failure: Callable[[], BaseException | None],
+        keep: Any = None,
+        blocks: bool = False,
+    ) -> None:
+        super().__init__(outputs)
+        self._results, self._stream, self._end, self._failed_with = outputs, stream, event, failure
+        self._kept, self._blocks = keep, blocks
+        self._promise: torch.futures.Future[Any] | None = None
+
+    def wait(self, timeout: datetime.timedelta | None = None) -> bool:
+        """Let the current stream wait for the operation; returns True at once. A barrier's returns when it is done.
+
+        Raises:
+            DeadlineError: a barrier was not done within ``timeout`` (none when zero).
+            PeerLostError, MismatchError, DeadlineError, ClosedError: what the group has failed with.
+        """
+        self._raise_failure()
+        current = torch.cuda.current_stream(self._stream.device)
+        if self._end is not None:
+            current.wait_event(self._end)
+        elif current != self._stream:
+            current.wait_event(self._stream.record_event())
+        self._kept = None
+        if self._blocks:
+            self._await(timeout.total_seconds() if timeout else 0.0)
+        return True
+
+    def _await(self, timeout_s: float) -> None:
+        event = self._event_behind()
+        start = time.monotonic()
+        while not event.query():
+            waited = time.monotonic() - start
+            if timeout_s and waited > timeout_s:
+                raise DeadlineError(f"the operation was not done within the {timeout_s} s given to wait()")
+            time.sleep(0 if waited < 1e-3 else _POLL_S)
+        self._raise_failure()
+
+    def _event_behind(self) -> torch.cuda.Event:
+        if self._end is None:
+            self._end = self._stream.record_event()
+        return self._end
+
+    def _raise_failure(self) -> None:
+        error = self._failed_with()
+        if error is not None:
+            raise copy.copy(error).with_traceback(error.__traceback__)
+
+    def synchronize(self) -> None:
+        """Same as ``wait``."""
+        self.wait()
+
+    def block_current_stream(self) -> None:
+        """Same as ``wait``."""
+        self.wait()
+
+    def is_completed(self) -> bool:
+        """Return whether the operation has ended, well or not. Does not block."""
+        return self._failed_with() is not None or self._event_behind().query()
+
+    def is_success(self) -> bool:
+        """Return whether the operation has ended well."""
+        return self._failed_with() is None and self._event_behind().query()
+
+    def must_be_waited_for(self) -> bool:
+        """Return True: streams have to be told, also when the operation is done by now."""
+        return True
+
+    def exception(self) -> BaseException | None:
+        """Return what the group has failed with, if it has."""
+        return self._failed_with()
+
+    def of(self, outputs: list[Any]) -> StreamWork:
+        """Make this the work of several operations, of which it is the last, with all their outputs; returns itself."""
+        self._results = outputs
+        return self
+
+    def result(self) -> list[Any]:
+        """Return the output tensors; wait first."""
+        return self._results
+
+    def release(self) -> None:
+        """Let go of the operation's tensors: it is done."""
+        self._kept = None
+
+    def get_future(self) -> torch.futures.Future[Any]:
+        """Return a future of the list of output tensors. It is complete, in the sense of CUDA: who waits for it, and a
+        callback, has its streams wait for the operation.
+        """
+        if self._promise is None:
+            self._promise = torch.futures.Future(devices=[self._stream.device])
+            if error := self._failed_with():
+                self._promise.set_exception(copy.copy(error))  # type: ignore[arg-type]
+            else:
+                with torch.cuda.stream(self._stream):
+                    self._promise.set_result(self._results)
+        return self._promise
+
+
+class Begun(NamedTuple):
+    """An operation in a lane that may not be done: its number, what it is, its work, and time.monotonic() then."""
+
+    number: int
+    what: Any
+    work: StreamWork
+    since: float
+
+
+class Lane:
+    """Operations that are done in the order in which they were begun, numbered from 1. The GPU writes the number of
+    each into a word that the host reads, so looking needs no call of the driver, not even while a graph is captured.
+
+    Args:
+        done: returns the word.
+        mark: tells a stream to write the word: (stream handle, number).
+    """
+
+    def __init__(self, done: Callable[[], int], mark: Callable[[Any, int], None]) -> None:
+        self._done, self._mark = done, mark
+        self.count = 0
+        self._begun: deque[Begun] = deque()
+        self.moved_at = time.monotonic()  # when the oldest began, or became the oldest
+
+    def add(self, stream: Any, what: Any, work: StreamWork) -> None:
+        """Note that an operation has been put on a stream, behind which its number will be written."""
+        self.count += 1
+        self._mark(stream, self.count & 0xFFFFFFFF)
+        now = time.monotonic()
+        if not self._begun:
+            self.moved_at = now
+        self._begun.append(Begun(self.count, what, work, now))
+
+    def oldest(self) -> Begun | None:
+        """Return the oldest operation that is not done; lets go of the tensors of those that are."""
+        done = self._done()
+        while self._begun:
+            # Numbers wrap around in 32 bits; there are never so many under way.
+            first = self._begun[0]
+            if (done - first.number) & 0xFFFFFFFF >= 1 << 31:
+                return first
+            self._begun.popleft()
+            first.work.release()
+            self.moved_at = time.monotonic()
+        return None
+
+    def drop(self) -> None:
+        """Forget everything."""
+        self._begun.clear()
+
+
+__all__ = ["Begun", "Lane", "StreamWork"]
