@@ -91,7 +91,7 @@ class DeviceTransport:
             for peer in range(self.world):
                 ops.store32(self._host.base + self._page.emptied(slot, peer), CREDIT)
         nbytes = self._host.areas["lanes"] + _LINE * lanes
-        self._registered = [base for base in self._host.bases]
+        self._registered = list(self._host.bases)
         self._flags = [cuda.register(base, -(-nbytes // 4096) * 4096) for base in self._registered]
         links.exchange({}, what="create the group's transport for CUDA tensors")  # flags are as they begin
         self._lock = threading.RLock()  # operations are numbered and put on streams in one order
@@ -338,7 +338,7 @@ class DeviceTransport:
             with torch.cuda.stream(stream):
                 self._launch(calls, handle, after)
                 event = None if captures else stream.record_event()
-            work = StreamWork(outputs, stream, event, self._failed_with, tensor)
+            work = StreamWork(outputs, stream, event, self._failed_with, tensor, in_line=False)
             if not captures:
                 direction = "to" if op == "send" else "from"
                 lane.lane.add(handle, (op, nbytes, "bytes", direction, "rank", peer), work)

@@ -31,6 +31,7 @@ class StreamWork(IrisWork):
         failure: returns what the group has failed with, if it has.
         keep: tensors that it reads or writes.
         blocks: ``wait`` waits on the host as well.
+        in_line: what was begun before it is done when it is.
     """
 
     def __init__(
@@ -41,8 +42,10 @@ class StreamWork(IrisWork):
         failure: Callable[[], BaseException | None],
         keep: Any = None,
         blocks: bool = False,
+        in_line: bool = True,
     ) -> None:
         super().__init__(outputs)
+        self._in_line = in_line
         self._results, self._stream, self._end, self._failed_with = outputs, stream, event, failure
         self._kept, self._blocks = keep, blocks
         self._promise: torch.futures.Future[Any] | None = None
@@ -62,10 +65,10 @@ class StreamWork(IrisWork):
             current.wait_event(self._stream.record_event())
         self._kept = None
         if self._blocks:
-            self._await(timeout.total_seconds() if timeout else 0.0)
+            self._wait_on_host(timeout.total_seconds() if timeout else 0.0)
         return True
 
-    def _await(self, timeout_s: float) -> None:
+    def _wait_on_host(self, timeout_s: float) -> None:
         event = self._event_behind()
         start = time.monotonic()
         while not event.query():
@@ -104,6 +107,11 @@ class StreamWork(IrisWork):
     def must_be_waited_for(self) -> bool:
         """Return True: streams have to be told, also when the operation is done by now."""
         return True
+
+    @property
+    def is_in_line(self) -> bool:
+        """Whether all operations of the group that were begun before it are done when it is."""
+        return self._in_line
 
     def exception(self) -> BaseException | None:
         """Return what the group has failed with, if it has."""

@@ -136,6 +136,18 @@ class IrisProcessGroup(Reductions, Exchanges, Rooted, Messages, dist.ProcessGrou
         """The group's symmetric heap: outputs made by ``heap.empty`` are gathered and broadcast without a copy."""
         return self.transport.heap
 
+    def heap_on(self, device: torch.device | str) -> SymmetricHeap:
+        """Return the group's symmetric heap on a device: the CPU, or this rank's GPU. Collective for a GPU that the
+        group has moved no tensor of yet.
+
+        Raises:
+            ArgumentError: another GPU than the group's. UnsupportedError: a device of another type.
+        """
+        device = torch.device(device)
+        if device.type == "cuda" and device.index is None:
+            device = torch.device("cuda", torch.cuda.current_device())
+        return self.transport.heap if device.type == "cpu" else self._on(device).heap
+
     @property
     def _device_types(self) -> list[torch.device]:
         # The CPU first: torch takes it for objects then.
@@ -235,8 +247,14 @@ class IrisProcessGroup(Reductions, Exchanges, Rooted, Messages, dist.ProcessGrou
         device = torch.device(device)
         if device.type == "cuda":
             index = torch.cuda.current_device() if device.index is None else device.index
-            return self._device_pool(torch.device("cuda", index)).tensor(size, dtype)
+            self._on(torch.device("cuda", index))
+            return self._device_pool.tensor(size, dtype)
         return self.pool.tensor(size, dtype)
+
+    @functools.cached_property
+    def _device_pool(self) -> TensorPool:
+        assert self._device_transport
+        return TensorPool(self._device_transport.heap)
 
     @functools.cached_property
     def pool(self) -> TensorPool:

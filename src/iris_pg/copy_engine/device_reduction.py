@@ -59,7 +59,7 @@ def reduction(
     if op in ("sum", "avg"):
         dtype = _REAL.get(dtype, dtype)
     element = _SIGNED.get(dtype, getattr(torch, dtype))
-    step = _OF_BOOL.get(op, _OPS[op]) if dtype == "bool" else _OPS[op]
+    step = (_OPS | _OF_BOOL if dtype == "bool" else _OPS)[op]
     is_flipped = dtype in _SIGNED and op in ("min", "max")  # unsigned order, from signed comparisons
     blocks = [
         (tuple(address + start for address in (dst, *sources)), min(_BLOCK_BYTES, nbytes - start))

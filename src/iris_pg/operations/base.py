@@ -9,6 +9,7 @@ import torch
 
 from iris_pg.collectives.flow import Flow, Fold
 from iris_pg.device_transport import DeviceTransport
+from iris_pg.device_work import StreamWork
 from iris_pg.errors import ArgumentError
 from iris_pg.transport import Key, Transport
 from iris_pg.work import IrisWork, Together
@@ -81,9 +82,9 @@ class Operations:
     def _all(self, works: list[IrisWork], outputs: list[Any]) -> IrisWork:
         """Return a work that is done when all of ``works`` are."""
         pending = [w for w in works if w.must_be_waited_for()]
-        if len(pending) > 1:
+        if len(pending) > 1 and not all(isinstance(w, StreamWork) and w.is_in_line for w in pending):
             return Together(pending, outputs)
-        return pending[0].of(outputs) if pending else IrisWork(outputs)
+        return pending[-1].of(outputs) if pending else IrisWork(outputs)
 
     def _only(self, op: str, tensors: list[Tensor]) -> Tensor:
         if len(tensors) != 1:

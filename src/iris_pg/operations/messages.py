@@ -48,9 +48,10 @@ class Messages(Operations):
         after = None if target is tensor else lambda: copy([(tensor, target)])
         if tensor.device.type != "cpu":
             if src is None:
+                place = where(group=self.transport.links.group, rank=self._rank, op="recv")
                 raise UnsupportedError(
-                    f"recv: a CUDA tensor from any rank; a stream has to be told from which one, as with NCCL; pass "
-                    f"src=, or receive into a CPU tensor {where(group=self.group_name, rank=self._rank, op='recv')}"
+                    "recv: a CUDA tensor from any rank; a stream has to be told from which one, as with NCCL; pass "
+                    f"src=, or receive into a CPU tensor {place}"
                 )
             return self._coalesced(self._on(tensor.device).recv(target, src, tag, tensors, after))
         return self._coalesced(self.transport.mail.recv(target, src, tag, after).of(tensors))

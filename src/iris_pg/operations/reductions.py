@@ -49,9 +49,7 @@ class Reductions(Gathers):
         addresses = (source.data_ptr(), target.data_ptr())
         is_in_place = addresses[0] == addresses[1]
         asynchronous, keep, names = is_asynchronous(opts), (source, target), ("in", "out")
-        return self._run(
-            source.device, key, is_in_place, flow, names, addresses, tensors, asynchronous, keep, after
-        )
+        return self._run(source.device, key, is_in_place, flow, names, addresses, tensors, asynchronous, keep, after)
 
     def _sparse_all_reduce(self, tensor: Tensor, opts: Any) -> IrisWork:
         """Add the sparse tensors of all ranks, which may have elements in different places; done on return.
@@ -104,9 +102,7 @@ class Reductions(Gathers):
         addresses = (source.data_ptr(), target.data_ptr())
         is_in_place = addresses[0] == addresses[1]
         asynchronous, keep, names = is_asynchronous(opts), (source, target), ("in", "out")
-        return self._run(
-            source.device, key, is_in_place, flow, names, addresses, tensors, asynchronous, keep, after
-        )
+        return self._run(source.device, key, is_in_place, flow, names, addresses, tensors, asynchronous, keep, after)
 
     def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any = None) -> IrisWork:
         """Reduce ``input`` [world * n...] and give rank r part r of the result, in ``output`` [n...]. See
@@ -132,9 +128,7 @@ class Reductions(Gathers):
 
         after = None if target is output else lambda: copy([(output, target)])
         asynchronous, keep, names = is_asynchronous(opts), (source, target), ("in", "out")
-        return self._run(
-            source.device, key, is_in_place, flow, names, addresses, [output], asynchronous, keep, after
-        )
+        return self._run(source.device, key, is_in_place, flow, names, addresses, [output], asynchronous, keep, after)
 
     def reduce_scatter_single_coalesced(
         self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None
@@ -184,9 +178,7 @@ class Reductions(Gathers):
         addresses = (target.data_ptr(), *(t.data_ptr() for t in sources))
         after = None if target is output else lambda: copy([(output, target)])
         asynchronous, keep = is_asynchronous(opts), (sources, target)
-        return self._run(
-            target.device, key, is_in_place, flow, names, addresses, outputs, asynchronous, keep, after
-        )
+        return self._run(target.device, key, is_in_place, flow, names, addresses, outputs, asynchronous, keep, after)
 
     # Names of other torch releases.
     all_reduce = allreduce

@@ -48,9 +48,7 @@ class Rooted(Operations):
         after = None if target is tensor or rank == root else lambda: copy([(tensor, target)])
         asynchronous = is_asynchronous(opts)
         names = ("tensor",)
-        return self._run(
-            target.device, key, None, flow, names, (address,), tensors, asynchronous, target, after
-        )
+        return self._run(target.device, key, None, flow, names, (address,), tensors, asynchronous, target, after)
 
     def gather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None) -> IrisWork:
         """Gather every rank's tensor into the root's list; sizes may differ. See torch.distributed."""

@@ -126,11 +126,13 @@ class Reservation:
 
     def tensor(self, offset: int, nbytes: int) -> torch.Tensor:
         """Return a uint8 tensor [nbytes] over the range; it keeps the mapping alive."""
-        if nbytes == 0:
-            return torch.empty(0, dtype=torch.uint8)
+        return self.owned(offset, nbytes)[0] if nbytes else torch.empty(0, dtype=torch.uint8)
+
+    def owned(self, offset: int, nbytes: int) -> tuple[torch.Tensor, object]:
+        """Return such a tensor, of at least one byte, and what goes when the last tensor over the same storage does."""
         memory = (ctypes.c_char * nbytes).from_address(self.address + offset)
         memory.owner = self  # type: ignore[attr-defined]
-        return torch.frombuffer(memory, dtype=torch.uint8)
+        return torch.frombuffer(memory, dtype=torch.uint8), memory
 
 
 class HostMemory:

@@ -192,7 +192,12 @@ class DeviceRange:
         """Return a uint8 tensor [nbytes] over the range, which lies on this GPU; it keeps the mapping alive."""
         if nbytes == 0:
             return torch.empty(0, dtype=torch.uint8, device=self._memory.device)
-        return torch.as_tensor(_Bytes(self, self.address + offset, nbytes), device=self._memory.device)
+        return self.owned(offset, nbytes)[0]
+
+    def owned(self, offset: int, nbytes: int) -> tuple[torch.Tensor, object]:
+        """Return such a tensor, of at least one byte, and what goes when the last tensor over the same storage does."""
+        memory = _Bytes(self, self.address + offset, nbytes)
+        return torch.as_tensor(memory, device=self._memory.device), memory
 
 
 class _Bytes:
@@ -220,7 +225,7 @@ def view(device: torch.device, address: int, nbytes: int, dtype: torch.dtype) ->
     owns nothing: use it only while the memory is mapped.
     """
     storage = torch._C._construct_storage_from_data_pointer(address, device, nbytes)
-    return torch.empty(0, dtype=dtype, device=device).set_(storage, 0, (nbytes // dtype.itemsize,))
+    return torch.empty(0, dtype=dtype, device=device).set_(storage, 0, (nbytes // dtype.itemsize,), (1,))
 
 
 def register(address: int, nbytes: int) -> int:
@@ -275,7 +280,7 @@ def copy(dst: int, src: int, nbytes: int) -> Launch:
 
 
 def copy_2d(dst: int, src: int, width_bytes: int, rows: int, dst_pitch_bytes: int, src_pitch_bytes: int) -> Launch:
-    """Return what copies ``rows`` rows of ``width_bytes``, ``pitch`` bytes apart, between addresses of device memory."""
+    """Return what copies ``rows`` rows of ``width_bytes``, ``pitch`` bytes apart, in memory of GPUs."""
     driver = _driver()
     what = driver.CUDA_MEMCPY2D()
     what.srcMemoryType = what.dstMemoryType = driver.CUmemorytype.CU_MEMORYTYPE_DEVICE
@@ -300,9 +305,7 @@ def flags(ops: Sequence[FlagOp]) -> Launch:
     def parameter(op: FlagOp) -> Any:
         made = driver.CUstreamBatchMemOpParams()
         field = made.waitValue if op.waits else made.writeValue
-        field.operation = (
-            kinds.CU_STREAM_MEM_OP_WAIT_VALUE_32 if op.waits else kinds.CU_STREAM_MEM_OP_WRITE_VALUE_32
-        )
+        field.operation = kinds.CU_STREAM_MEM_OP_WAIT_VALUE_32 if op.waits else kinds.CU_STREAM_MEM_OP_WRITE_VALUE_32
         field.address, field.value = driver.CUdeviceptr(op.address), driver.cuuint32_t(op.value)
         field.flags = equal if op.waits else 0
         return made
