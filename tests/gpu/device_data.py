@@ -50,9 +50,11 @@ class Case:
         rank = self.rank if rank is None else rank
         return values(rank, self.numel if numel is None else numel, self.dtype, self.iteration + 1000 * salt)
 
-    def out(self, numel: int) -> Tensor:
-        """Return memory for an output, with other bytes in it than any result."""
-        if self.heap is not None and numel:
+    def out(self, numel: int, of_all: bool = True) -> Tensor:
+        """Return memory for an output, with other bytes in it than any result; in the heap if all ranks have one of
+        that size.
+        """
+        if self.heap is not None and numel and of_all:
             made = self.heap.empty(numel, dtype=self.dtype)
         else:
             made = torch.empty(numel, dtype=self.dtype, device="cuda")
@@ -166,14 +168,14 @@ def reduce_scatter_in_place(c: Case) -> Pairs:
 
 def reduce_scatter(c: Case) -> Pairs:
     sizes = [c.numel + p for p in range(c.world)]
-    out = c.out(sizes[c.rank])
+    out = c.out(sizes[c.rank], of_all=False)
     c.done(dist.reduce_scatter(out, [c.mine(numel=n, salt=p) for p, n in enumerate(sizes)], async_op=c.asynchronous))
     return [(out, c.total(sizes[c.rank], c.rank))]
 
 
 def gather(c: Case) -> Pairs:
     dst = c.iteration % c.world
-    outs = [c.out(c.numel) for _ in range(c.world)] if c.rank == dst else None
+    outs = [c.out(c.numel, of_all=False) for _ in range(c.world)] if c.rank == dst else None
     c.done(dist.gather(c.mine(), outs, dst, async_op=c.asynchronous))
     return [(out, c.mine(p)) for p, out in enumerate(outs or [])]
 
@@ -198,13 +200,13 @@ def all_to_all_uneven(c: Case) -> Pairs:
 
     sends, receives = [size(c.rank, p) for p in range(c.world)], [size(p, c.rank) for p in range(c.world)]
     source = torch.cat([c.mine(numel=n, salt=p) for p, n in enumerate(sends)])
-    out = c.out(sum(receives))
+    out = c.out(sum(receives), of_all=False)
     c.done(dist.all_to_all_single(out, source, receives, sends, async_op=c.asynchronous))
     return [(out, torch.cat([c.mine(p, n, c.rank) for p, n in enumerate(receives)]))]
 
 
 def all_to_all(c: Case) -> Pairs:
-    outs = [c.out(c.numel + p + c.rank) for p in range(c.world)]
+    outs = [c.out(c.numel + p + c.rank, of_all=False) for p in range(c.world)]
     sources = [c.mine(numel=c.numel + p + c.rank, salt=p) for p in range(c.world)]
     c.done(dist.all_to_all(outs, sources, async_op=c.asynchronous))
     return [(out, c.mine(p, c.numel + p + c.rank, c.rank)) for p, out in enumerate(outs)]
@@ -226,7 +228,7 @@ def one_way(c: Case) -> Pairs:
     if c.rank == 0:
         dist.send(c.mine(), 1)
         return []
-    out = c.out(c.numel)
+    out = c.out(c.numel, of_all=False)
     dist.recv(out, 0)
     return [(out, c.mine(0))]
 
@@ -257,10 +259,12 @@ OPERATIONS: list[Callable[[Case], Pairs]] = [
 def mistakes(pairs: Pairs, what: Any) -> Iterator[str]:
     """Yield what is wrong with results, in words."""
     for i, (came, should) in enumerate(pairs):
-        if not torch.equal(came.contiguous().view(torch.uint8), should.contiguous().view(torch.uint8)):
+        # Byte by byte; a fresh copy, as a view of other bytes is made only of strides that are in order.
+        came, should = (t.clone(memory_format=torch.contiguous_format).flatten() for t in (came, should))
+        if came.numel() and not torch.equal(came.view(torch.uint8), should.view(torch.uint8)):
             at = (came != should).nonzero().flatten()
             first = int(at[0]) if len(at) else -1
             yield (
                 f"{what}, result {i}: {len(at)} of {came.numel()} elements are wrong, from {first}: "
-                f"{came.flatten()[first].item()} and not {should.flatten()[first].item()}"
+                f"{came[first].item()} and not {should[first].item()}"
             )
