@@ -15,12 +15,14 @@ The first call for given sizes and addresses prepares the driver's calls; later 
 
 from __future__ import annotations
 
+import atexit
 import os
 import threading
+import time
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -30,24 +32,26 @@ from iris_pg.collectives.build import build
 from iris_pg.collectives.flow import Flow, Fold
 from iris_pg.collectives.setting import Setting
 from iris_pg.copy_engine.stream import bind, lower
+from iris_pg.device_page import DevicePage
+from iris_pg.device_watchdog import Captured, Watchdog
 from iris_pg.device_work import Lane, StreamWork
 from iris_pg.errors import ArgumentError, ClosedError, IrisError, UnsupportedError, where
-from iris_pg.flags import CREDIT, MAIL_SLOTS, SLOTS
+from iris_pg.flags import MAIL_SLOTS, SLOTS
 from iris_pg.memory.heap import SymmetricHeap
 from iris_pg.memory.sharing import Links
 from iris_pg.options import Options
 from iris_pg.planner import engine_for
 from iris_pg.platforms import cuda
-from iris_pg.platforms.atomics import atomics
 from iris_pg.program import Program, Ref
-from iris_pg.transport import BARRIER, Key
-from iris_pg.transport import _tag as tag_of
+from iris_pg.transport import BARRIER
+from iris_pg.watch import Key, Watch, tag_of
 
 _PREPARED = 4096  # most operations whose driver calls are kept
 _PROGRAMS = 1024  # most programs that are kept
-_LINE = 64  # bytes; each lane's word has a cache line
+_AT_EXIT_S = 5.0  # longest time that operations get to end by themselves when the process ends
 
 _open_transports: weakref.WeakSet[DeviceTransport] = weakref.WeakSet()
+_abandoned: list[DeviceTransport] = []
 
 
 class DeviceTransport:
@@ -69,14 +73,10 @@ class DeviceTransport:
 
     def __init__(self, links: Links, options: Options, timeout_s: float, device: torch.device) -> None:
         self.links, self.rank, self.world, self.device = links, links.rank, links.world, device
-        self.timeout_s = timeout_s
         self.engine, self.reason = engine_for(options.engine, "cuda")
         self.chunk_bytes = options.device_chunk_bytes
         self.pair_bytes = max(256, 2 * self.chunk_bytes // max(self.world, 1) // 256 * 256)
-        self.failure: BaseException | None = None
         memory = self._agree_on_devices()
-        lanes = 1 + 2 * self.world  # collectives, messages to each rank, messages from each rank
-        self._host = SymmetricHeap(links, 1, dict(lanes=_LINE * lanes))
         areas = dict(
             staging=SLOTS * self.chunk_bytes,
             pairs=SLOTS * self.world * self.pair_bytes,
@@ -84,26 +84,22 @@ class DeviceTransport:
         )
         self.heap = SymmetricHeap(links, options.heap_bytes, areas, memory)
         self.tensors = self.heap
-        self._page = self._host.control
-        ops = atomics()
-        self._load32 = ops.load32
-        for slot in range(MAIL_SLOTS):
-            for peer in range(self.world):
-                ops.store32(self._host.base + self._page.emptied(slot, peer), CREDIT)
-        nbytes = self._host.areas["lanes"] + _LINE * lanes
-        self._registered = list(self._host.bases)
-        self._flags = [cuda.register(base, -(-nbytes // 4096) * 4096) for base in self._registered]
-        links.exchange({}, what="create the group's transport for CUDA tensors")  # flags are as they begin
+        # Words: collectives, messages to each rank, messages from each rank, graphs.
+        self._page = page = DevicePage(links, 2 + 2 * self.world)
+        self._lane = Lane(*page.word(0), lambda peer: page.word_of(peer, 0))
+        self._captured = Captured(*page.word(1 + 2 * self.world))
+        self.watch = Watch(page.heap, lambda: self._lane.done)
         self._lock = threading.RLock()  # operations are numbered and put on streams in one order
         self._side = torch.cuda.Stream(device)
         self._last: tuple[torch.cuda.Stream, bool] | None = None  # where the last operation ran; whether captured
-        self._sequence = 0
-        self._lane = self._new_lane(0)
+        self._lanes = [self._lane]
         self._mail: dict[tuple[str, int], _MailLane] = {}
         self._handles: dict[int, Any] = {}
         self._programs: OrderedDict[Hashable, Program] = OrderedDict()
-        self._prepared: OrderedDict[Hashable, list[cuda.Launch]] = OrderedDict()
-        self._is_fork = False
+        self._prepared: OrderedDict[Hashable, _Prepared] = OrderedDict()
+        self._is_fork = self._is_closed = False
+        looked_after = (self.watch, page, self._lanes, self._captured, self._lock)
+        self._watchdog = Watchdog(*looked_after, timeout_s, f"iris_pg {links.group} watchdog")
         _open_transports.add(self)
 
     def _agree_on_devices(self) -> cuda.DeviceMemory:
@@ -131,12 +127,6 @@ class DeviceTransport:
                 )
         assert memory
         return memory
-
-    def _new_lane(self, number: int) -> Lane:
-        at = self._host.areas["lanes"] + _LINE * number
-        here, there = self._host.base + at, self._flags[self.rank] + at
-        load = self._load32
-        return Lane(lambda: load(here), lambda stream, done: cuda.write(stream, there, done))
 
     # Operations -------------------------------------------------------------------------------------------------------
 
@@ -169,37 +159,42 @@ class DeviceTransport:
             ClosedError: the group has failed or was closed before. DriverError: the driver does not take a call.
         """
         with self._lock, torch.cuda.device(self.device):
-            self._check_open()
             captures = torch.cuda.is_current_stream_capturing()
+            sequence = self.watch.begin(key)
             current = torch.cuda.current_stream(self.device)
             on_side = asynchronous and not captures
             stream = self._side if on_side else current
-            self._sequence = sequence = self._sequence + 1
             slot = sequence % SLOTS
             known: Hashable = (key, local, slot, tuple(addresses))
-            calls = self._prepared.get(known)
-            if calls is None:
-                calls = self._prepare(known, self._program(key, local, slot, flow, program), names, addresses)
+            prepared = self._prepared.get(known)
+            if prepared is None:
+                prepared = self._prepare(known, self._program(key, local, slot, flow, program), names, addresses)
             if on_side:
                 stream.wait_stream(current)
             self._follow(stream, captures)
             handle = self._handle(stream)
             if on_side:
                 with torch.cuda.stream(stream):
-                    self._launch(calls, handle, after)
+                    self._launch(prepared, handle, after)
                     event = stream.record_event()
                 work = StreamWork(outputs, stream, event, self._failed_with, keep, blocks)
             else:
-                self._launch(calls, handle, after)
                 work = StreamWork(outputs, stream, None, self._failed_with, None, blocks)
+                if captures:
+                    self._captured.mark(handle, self._captured.add(key, prepared.program))
+                self._launch(prepared, handle, after)
+                if captures:
+                    self._captured.mark(handle, 0)
             self._last = stream, captures
             if not captures:
-                self._lane.add(handle, (sequence, key), work)
+                self.watch.submitting(key)
+                self.watch.submitted(self._lane.count + 1)
+                self._lane.add(handle, key, prepared.program, work)
                 self._lane.oldest()
             return work
 
-    def _launch(self, calls: list[cuda.Launch], handle: Any, after: Callable[[], Any] | None) -> None:
-        for call in calls:
+    def _launch(self, prepared: _Prepared, handle: Any, after: Callable[[], Any] | None) -> None:
+        for call in prepared.calls:
             call(handle)
         if after:
             after()
@@ -259,24 +254,22 @@ class DeviceTransport:
 
     def _setting(self, key: Key, slot: int) -> Setting:
         sizes = dict(chunk_bytes=self.chunk_bytes, pair_bytes=self.pair_bytes)
-        return Setting(self.rank, self.world, self._page, tag=tag_of(key), first_slot=slot, **sizes)
+        return Setting(self.rank, self.world, self._page.heap.control, tag=tag_of(key), first_slot=slot, **sizes)
 
-    def _prepare(
-        self, known: Hashable, program: Program, names: Sequence[str], addresses: Sequence[int]
-    ) -> list[cuda.Launch]:
+    def _prepare(self, known: Hashable, program: Program, names: Sequence[str], addresses: Sequence[int]) -> _Prepared:
         bound = dict(zip(names, addresses, strict=True))
 
         def address(ref: Ref) -> int:
             return bound[ref.buffer] + ref.offset if ref.buffer in bound else self._address(ref)
 
-        calls = self._prepared[known] = bind(lower(program, address), self.device)
+        prepared = self._prepared[known] = _Prepared(program, bind(lower(program, address), self.device))
         if len(self._prepared) > _PREPARED:
             self._prepared.popitem(last=False)
-        return calls
+        return prepared
 
     def _address(self, ref: Ref) -> int:
         if ref.buffer == "flags":
-            return self._flags[ref.rank] + ref.offset
+            return self._page.flags[ref.rank] + ref.offset
         start = 0 if ref.buffer == "heap" else self.heap.areas[ref.buffer]
         return self.heap.bases[ref.rank] + start + ref.offset
 
@@ -312,7 +305,7 @@ class DeviceTransport:
             )
         nbytes = tensor.numel() * tensor.element_size()
         with self._lock, torch.cuda.device(self.device):
-            self._check_open()
+            self.watch.check_open()
             captures = torch.cuda.is_current_stream_capturing()
             lane = self._mail_lane(op, peer)
             if captures and nbytes > MAIL_SLOTS * self.pair_bytes:
@@ -325,24 +318,29 @@ class DeviceTransport:
             key = ("message", tag)
             setting = self._setting(key, lane.chunks % MAIL_SLOTS)
             known: Hashable = (op, peer, tag, nbytes, setting.first_slot, tensor.data_ptr())
-            calls = self._prepared.get(known)
-            if calls is None:
+            prepared = self._prepared.get(known)
+            if prepared is None:
                 made = program(setting, peer, Ref(self.rank, "tensor", 0), nbytes)
-                calls = self._prepare(known, made, ("tensor",), (tensor.data_ptr(),))
+                prepared = self._prepare(known, made, ("tensor",), (tensor.data_ptr(),))
+            direction = "to" if op == "send" else "from"
+            said: Key = (op, nbytes, "bytes", direction, "rank", peer)
             lane.chunks += len(message.pieces(setting, nbytes))
             current = torch.cuda.current_stream(self.device)
             stream = current if captures else lane.stream
             if not captures:
                 stream.wait_stream(current)
             handle = self._handle(stream)
+            if captures:
+                self._captured.mark(handle, self._captured.add(said, prepared.program))
+                self._launch(prepared, handle, after)
+                self._captured.mark(handle, 0)
+                return StreamWork(outputs, stream, None, self._failed_with, in_line=False)
             with torch.cuda.stream(stream):
-                self._launch(calls, handle, after)
-                event = None if captures else stream.record_event()
+                self._launch(prepared, handle, after)
+                event = stream.record_event()
             work = StreamWork(outputs, stream, event, self._failed_with, tensor, in_line=False)
-            if not captures:
-                direction = "to" if op == "send" else "from"
-                lane.lane.add(handle, (op, nbytes, "bytes", direction, "rank", peer), work)
-                lane.lane.oldest()
+            lane.lane.add(handle, said, prepared.program, work)
+            lane.lane.oldest()
             return work
 
     def _mail_lane(self, op: str, peer: int) -> _MailLane:
@@ -351,8 +349,12 @@ class DeviceTransport:
             # Streams of different priorities never share a hardware queue. So a receive does not queue behind a send
             # that waits for it, whatever CUDA_DEVICE_MAX_CONNECTIONS says.
             stream = torch.cuda.Stream(self.device, priority=0 if op == "send" else -1)
-            number = 1 + peer + (self.world if op == "recv" else 0)
-            lane = self._mail[op, peer] = _MailLane(stream, self._new_lane(number))
+            number, other = 1 + peer, 1 + self.rank
+            number, other = (number, other + self.world) if op == "send" else (number + self.world, other)
+            page = self._page
+            made = Lane(*page.word(number), lambda peer: page.word_of(peer, other))
+            lane = self._mail[op, peer] = _MailLane(stream, made)
+            self._lanes.append(lane.lane)
         return lane
 
     # Life -------------------------------------------------------------------------------------------------------------
@@ -360,17 +362,10 @@ class DeviceTransport:
     @property
     def sequence(self) -> int:
         """Number of operations begun."""
-        return self._sequence
+        return self.watch.sequence
 
     def _failed_with(self) -> BaseException | None:
-        return self.failure
-
-    def _check_open(self) -> None:
-        if self.failure:
-            raise ClosedError(
-                "the group has failed before and cannot be used; destroy it and make a new one. It failed with: "
-                f"{self.failure} {self._where()}"
-            )
+        return self.watch.failure
 
     def _where(self, op: str | None = None) -> str:
         return where(group=self.links.group, rank=self.rank, op=op)
@@ -391,36 +386,61 @@ class DeviceTransport:
 
     def set_timeout(self, timeout_s: float) -> None:
         """Set the deadline of later waits."""
-        self.timeout_s = timeout_s
+        self._watchdog.timeout_s = timeout_s
 
-    def close(self, why: str = "closed") -> None:
-        """Drop the heap, when what is under way is done. Idempotent."""
-        if self.failure is None:
-            self.failure = ClosedError(f"the group was closed ({why}) {self._where()}")
-        if self._is_fork or not self._registered:
+    def close(self, why: str = "closed", patience_s: float | None = None) -> None:
+        """Drop the heap, once nothing uses it any more. Idempotent.
+
+        Operations that are under way get time to end by themselves. When it is over, or the group has failed, what they
+        wait for is written.
+
+        Args:
+            patience_s: how much time; the group's deadline when None.
+        """
+        if self._is_fork or self._is_closed:
+            return
+        self._is_closed = True
+        patience_s = self._watchdog.timeout_s if patience_s is None else patience_s
+        is_over = self._come_to_an_end(patience_s)
+        watch = self.watch
+        watch.failure = watch.failure or ClosedError(f"the group was closed ({why}) {self._where()}")
+        self._watchdog.stop()
+        if not is_over:
+            _abandoned.append(self)  # a GPU may still use the memory: it stays for as long as the process
             return
         with self._lock:
-            torch.cuda.synchronize(self.device)
-            for base in self._registered:
-                cuda.unregister(base)
-            self._registered = []
             self._prepared.clear()
             self._programs.clear()
-            self._lane.drop()
-            for lane in self._mail.values():
-                lane.lane.drop()
+            for lane in self._lanes:
+                lane.drop()
             self._mail.clear()
+            self._page.close()
             self.heap.close()
-            self._host.close()
+
+    def _come_to_an_end(self, patience_s: float) -> bool:
+        """Wait for the GPU, and release its streams when that takes longer; return whether it is done."""
+        done = threading.Thread(target=torch.cuda.synchronize, args=(self.device,), daemon=True)
+        done.start()
+        deadline = time.monotonic() + patience_s
+        while done.is_alive() and not self.watch.failure and time.monotonic() < deadline:
+            done.join(0.01)
+        return self._watchdog.release(lambda: not done.is_alive())
 
     def _forget(self) -> None:
         """In a forked child, which has no context of the GPU: touch nothing."""
         self._is_fork = True
         self._lock = threading.RLock()  # whoever held it lives in the parent
-        self.failure = ClosedError(
+        self.watch.failure = ClosedError(
             "this process is a fork of the one that created the group, and cannot use it; make a group of its own "
             f"{self._where()}"
         )
+
+
+class _Prepared(NamedTuple):
+    """An operation, ready to be put on a stream."""
+
+    program: Program
+    calls: list[cuda.Launch]
 
 
 class _MailLane:
@@ -446,3 +466,10 @@ def _after_fork_in_child() -> None:
 
 
 os.register_at_fork(after_in_child=_after_fork_in_child)
+
+
+@atexit.register
+def _at_exit() -> None:
+    """Release what would keep the process from ending: the driver waits for streams when it does."""
+    for transport in list(_open_transports):
+        transport.close("the process ends", _AT_EXIT_S)

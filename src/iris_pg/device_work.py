@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import torch
 
 from iris_pg.errors import DeadlineError
+from iris_pg.program import Program
 from iris_pg.work import IrisWork
 
 _POLL_S = 200e-6  # seconds between two looks, when the host waits
@@ -145,12 +146,12 @@ class StreamWork(IrisWork):
 
 
 class Begun(NamedTuple):
-    """An operation in a lane that may not be done: its number, what it is, its work, and time.monotonic() then."""
+    """An operation that may not be done: its number, what it is, its program, and its work if it has one."""
 
     number: int
-    what: Any
-    work: StreamWork
-    since: float
+    what: tuple[Any, ...]
+    program: Program
+    work: StreamWork | None
 
 
 class Lane:
@@ -160,22 +161,33 @@ class Lane:
     Args:
         done: returns the word.
         mark: tells a stream to write the word: (stream handle, number).
+        peer_done: returns the word of the lane at a peer in which it does its part.
     """
 
-    def __init__(self, done: Callable[[], int], mark: Callable[[Any, int], None]) -> None:
-        self._done, self._mark = done, mark
+    def __init__(
+        self, done: Callable[[], int], mark: Callable[[Any, int], None], peer_done: Callable[[int], int]
+    ) -> None:
+        self._done, self._mark, self._peer_done = done, mark, peer_done
         self.count = 0
         self._begun: deque[Begun] = deque()
         self.moved_at = time.monotonic()  # when the oldest began, or became the oldest
 
-    def add(self, stream: Any, what: Any, work: StreamWork) -> None:
+    @property
+    def done(self) -> int:
+        """Number of operations that are done."""
+        return self.count - ((self.count - self._done()) & 0xFFFFFFFF)
+
+    def add(self, stream: Any, what: tuple[Any, ...], program: Program, work: StreamWork) -> None:
         """Note that an operation has been put on a stream, behind which its number will be written."""
         self.count += 1
         self._mark(stream, self.count & 0xFFFFFFFF)
-        now = time.monotonic()
         if not self._begun:
-            self.moved_at = now
-        self._begun.append(Begun(self.count, what, work, now))
+            self.moved_at = time.monotonic()
+        self._begun.append(Begun(self.count, what, program, work))
+
+    def has_done(self, peer: int, number: int) -> bool:
+        """Return whether ``peer`` has done its part of an operation."""
+        return (self._peer_done(peer) - number) & 0xFFFFFFFF < 1 << 31
 
     def oldest(self) -> Begun | None:
         """Return the oldest operation that is not done; lets go of the tensors of those that are."""
@@ -186,7 +198,8 @@ class Lane:
             if (done - first.number) & 0xFFFFFFFF >= 1 << 31:
                 return first
             self._begun.popleft()
-            first.work.release()
+            if first.work:
+                first.work.release()
             self.moved_at = time.monotonic()
         return None
 

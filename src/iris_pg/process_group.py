@@ -347,13 +347,20 @@ class IrisProcessGroup(Reductions, Exchanges, Rooted, Messages, dist.ProcessGrou
             self._device_transport.set_timeout(self._timeout_s)
 
     def shutdown(self) -> None:
-        """Close the group on this rank: pending operations fail, memory and links go. Idempotent."""
-        if self._device_transport:
-            self._device_transport.close("destroy_process_group")
-        self.transport.close("destroy_process_group")
-        self.links.close("destroy_process_group")
+        """Close the group on this rank: pending operations on CPU tensors fail, those on CUDA tensors are waited for,
+        memory and links go. Idempotent.
+        """
+        self._close("destroy_process_group", None)
 
-    abort = shutdown
+    def abort(self) -> None:
+        """As :meth:`shutdown`, and do not wait for operations on CUDA tensors that are under way: release them."""
+        self._close("abort", 0.0)
+
+    def _close(self, why: str, patience_s: float | None) -> None:
+        if self._device_transport:
+            self._device_transport.close(why, patience_s)
+        self.transport.close(why)
+        self.links.close(why)
 
 
 def explain(group: dist.ProcessGroup | None = None) -> str:
