@@ -8,7 +8,6 @@ calls may block behind the very wait, and are forbidden while another thread cap
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 from iris_pg.flags import CREDIT, MAIL_SLOTS
 from iris_pg.memory.heap import SymmetricHeap
@@ -48,12 +47,14 @@ class DevicePage:
             self._registered.append(base)
         links.exchange({}, what="create flags for CUDA tensors")  # nobody writes one before all are as they begin
 
-    def word(self, number: int) -> tuple[Callable[[], int], Callable[[Any, int], None]]:
-        """Return what reads word ``number``, and what tells a stream (its handle) to write a value into it."""
-        at = self._words + _LINE * number
-        here, there = self.heap.base + at, self.flags[self.heap.rank] + at
-        load = self._load32
-        return lambda: load(here), lambda stream, value: cuda.write(stream, there, value)
+    def reader(self, number: int) -> Callable[[], int]:
+        """Return what reads word ``number`` of this rank."""
+        here, load = self.heap.base + self._words + _LINE * number, self._load32
+        return lambda: load(here)
+
+    def address_of_word(self, number: int) -> int:
+        """Return where word ``number`` of this rank is as the GPU sees it."""
+        return self.flags[self.heap.rank] + self._words + _LINE * number
 
     def word_of(self, rank: int, number: int) -> int:
         """Return word ``number`` of a rank."""

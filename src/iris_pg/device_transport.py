@@ -10,7 +10,7 @@ mailboxes with one writer at a time. Under capture everything runs on the caller
 that is captured depends on what ran before, so a graph can be replayed among eager calls. Replays have to be in one
 order with the group's other operations, on all ranks, which they are when streams put them in one.
 
-The first call for given sizes and addresses prepares the driver's calls; later ones make them again.
+An operation that fails to be put on its stream, as a whole, fails the group.
 """
 
 from __future__ import annotations
@@ -20,31 +20,28 @@ import os
 import threading
 import time
 import weakref
-from collections import OrderedDict
-from collections.abc import Callable, Hashable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 
-from iris_pg.collectives import message
 from iris_pg.collectives.barrier import barrier
-from iris_pg.collectives.build import build
 from iris_pg.collectives.flow import Flow, Fold
 from iris_pg.collectives.setting import Setting
-from iris_pg.copy_engine.stream import bind, lower
+from iris_pg.device_copies import DeviceCopies, Prepared
 from iris_pg.device_page import DevicePage
 from iris_pg.device_watchdog import Captured, Watchdog
-from iris_pg.device_work import Lane, StreamWork
+from iris_pg.device_work import Lane, StreamWork, raw_stream, stream_of
 from iris_pg.errors import ArgumentError, ClosedError, IrisError, UnsupportedError, where
-from iris_pg.flags import MAIL_SLOTS, SLOTS
+from iris_pg.flags import MAIL_SLOTS
 from iris_pg.memory.heap import SymmetricHeap
 from iris_pg.memory.sharing import Links
 from iris_pg.options import Options
 from iris_pg.planner import engine_for
 from iris_pg.platforms import cuda
-from iris_pg.program import Program, Ref
+from iris_pg.program import Program
 from iris_pg.transport import BARRIER
-from iris_pg.watch import Key, Watch, tag_of
+from iris_pg.watch import Key, Watch
 
 _PREPARED = 4096  # most operations whose driver calls are kept
 _PROGRAMS = 1024  # most programs that are kept
@@ -74,29 +71,23 @@ class DeviceTransport:
     def __init__(self, links: Links, options: Options, timeout_s: float, device: torch.device) -> None:
         self.links, self.rank, self.world, self.device = links, links.rank, links.world, device
         self.engine, self.reason = engine_for(options.engine, "cuda")
-        self.chunk_bytes = options.device_chunk_bytes
-        self.pair_bytes = max(256, 2 * self.chunk_bytes // max(self.world, 1) // 256 * 256)
+        self._chunk_bytes = options.device_chunk_bytes
         memory = self._agree_on_devices()
-        areas = dict(
-            staging=SLOTS * self.chunk_bytes,
-            pairs=SLOTS * self.world * self.pair_bytes,
-            mail=MAIL_SLOTS * self.world * self.pair_bytes,
-        )
-        self.heap = SymmetricHeap(links, options.heap_bytes, areas, memory)
-        self.tensors = self.heap
         # Words: collectives, messages to each rank, messages from each rank, graphs.
         self._page = page = DevicePage(links, 2 + 2 * self.world)
-        self._lane = Lane(*page.word(0), lambda peer: page.word_of(peer, 0))
-        self._captured = Captured(*page.word(1 + 2 * self.world))
+        self._copies = DeviceCopies(page, device, self._chunk_bytes)
+        self.heap = self.tensors = SymmetricHeap(links, options.heap_bytes, self._copies.areas(), memory)
+        self._copies.use(self.heap)
+        self._lane = Lane(page.reader(0), lambda peer: page.word_of(peer, 0))
+        graphs = 1 + 2 * self.world
+        self._captured = Captured(page.reader(graphs), page.address_of_word(graphs))
         self.watch = Watch(page.heap, lambda: self._lane.done)
         self._lock = threading.RLock()  # operations are numbered and put on streams in one order
         self._side = torch.cuda.Stream(device)
-        self._last: tuple[torch.cuda.Stream, bool] | None = None  # where the last operation ran; whether captured
+        self._last: dict[bool, int | None] = {False: None, True: None}  # was it captured -> the last one's stream
         self._lanes = [self._lane]
         self._mail: dict[tuple[str, int], _MailLane] = {}
         self._handles: dict[int, Any] = {}
-        self._programs: OrderedDict[Hashable, Program] = OrderedDict()
-        self._prepared: OrderedDict[Hashable, _Prepared] = OrderedDict()
         self._is_fork = self._is_closed = False
         looked_after = (self.watch, page, self._lanes, self._captured, self._lock)
         self._watchdog = Watchdog(*looked_after, timeout_s, f"iris_pg {links.group} watchdog")
@@ -109,14 +100,14 @@ class DeviceTransport:
             memory = cuda.DeviceMemory(self.device)
         except IrisError as error:
             problem = str(error)
-        card = dict(problem=problem, place=memory and memory.place, chunk_bytes=self.chunk_bytes, engine=self.engine)
+        card = dict(problem=problem, place=memory and memory.place, chunk_bytes=self._chunk_bytes, engine=self.engine)
         messages = self.links.exchange(card, what="create the group's transport for CUDA tensors")
         for peer, said in enumerate(m.payload for m in messages):
             if said["problem"]:
                 raise UnsupportedError(f"CUDA tensors, on rank {peer}: {said['problem']} {self._where()}")
-            if said["chunk_bytes"] != self.chunk_bytes:
+            if said["chunk_bytes"] != self._chunk_bytes:
                 raise ArgumentError(
-                    f"rank {self.rank} has device_chunk_bytes={self.chunk_bytes} and rank {peer} "
+                    f"rank {self.rank} has device_chunk_bytes={self._chunk_bytes} and rank {peer} "
                     f"{said['chunk_bytes']}; options are the same on all ranks {self._where()}"
                 )
             if not cuda.can_reach(self.device, said["place"]):
@@ -158,60 +149,64 @@ class DeviceTransport:
         Raises:
             ClosedError: the group has failed or was closed before. DriverError: the driver does not take a call.
         """
-        with self._lock, torch.cuda.device(self.device):
-            captures = torch.cuda.is_current_stream_capturing()
+        if torch._C._cuda_getDevice() != self.device.index:
+            with torch.cuda.device(self.device):
+                given = (key, local, flow, names, addresses, outputs, asynchronous, keep, after, program, blocks)
+                return self.perform(*given)
+        with self._lock:
+            captures = torch._C._cuda_isCurrentStreamCapturing()
             sequence = self.watch.begin(key)
-            current = torch.cuda.current_stream(self.device)
-            on_side = asynchronous and not captures
-            stream = self._side if on_side else current
-            slot = sequence % SLOTS
-            known: Hashable = (key, local, slot, tuple(addresses))
-            prepared = self._prepared.get(known)
-            if prepared is None:
-                prepared = self._prepare(known, self._program(key, local, slot, flow, program), names, addresses)
-            if on_side:
-                stream.wait_stream(current)
-            self._follow(stream, captures)
-            handle = self._handle(stream)
-            if on_side:
-                with torch.cuda.stream(stream):
-                    self._launch(prepared, handle, after)
-                    event = stream.record_event()
-                work = StreamWork(outputs, stream, event, self._failed_with, keep, blocks)
-            else:
-                work = StreamWork(outputs, stream, None, self._failed_with, None, blocks)
+            try:
+                prepared = self._copies.operation(key, local, sequence, flow, program, names, tuple(addresses))
                 if captures:
-                    self._captured.mark(handle, self._captured.add(key, prepared.program))
-                self._launch(prepared, handle, after)
-                if captures:
-                    self._captured.mark(handle, 0)
-            self._last = stream, captures
-            if not captures:
+                    return self._capture(key, prepared, outputs, after)
                 self.watch.submitting(key)
                 self.watch.submitted(self._lane.count + 1)
-                self._lane.add(handle, key, prepared.program, work)
-                self._lane.oldest()
+                current = raw_stream(self.device)
+                event = None
+                if asynchronous:
+                    raw = self._side.cuda_stream
+                    self._side.wait_stream(stream_of(self.device, current))
+                    self._follow(raw, False)
+                    with torch.cuda.stream(self._side):
+                        prepared.launch(self._handle(raw), self._lane.next, after)
+                        event = self._side.record_event()
+                else:
+                    raw, keep = current, None
+                    self._follow(raw, False)
+                    prepared.launch(self._handle(raw), self._lane.next, after)
+            except BaseException as error:  # peers wait for an operation that this rank may have begun by half
+                self.watch.give_up(error)
+                raise
+            work = StreamWork(outputs, self.device, raw, event, self._failed_with, keep, blocks)
+            self._lane.add(key, prepared.program, work)
+            self._lane.oldest()
             return work
 
-    def _launch(self, prepared: _Prepared, handle: Any, after: Callable[[], Any] | None) -> None:
-        for call in prepared.calls:
-            call(handle)
-        if after:
-            after()
+    def _capture(
+        self, key: Key, prepared: Prepared, outputs: list[Any], after: Callable[[], Any] | None, is_in_line: bool = True
+    ) -> StreamWork:
+        """Put an operation on the current stream, which is being captured."""
+        raw = raw_stream(self.device)
+        if is_in_line:
+            self._follow(raw, True)
+        self._captured.launch(key, prepared, self._handle(raw), after)
+        return StreamWork(outputs, self.device, raw, None, self._failed_with, is_in_line=is_in_line)
 
-    def _follow(self, stream: torch.cuda.Stream, captures: bool) -> None:
-        """Let ``stream`` wait for the operation before, if that ran on another one."""
-        if self._last is None or self._last[0] == stream:
-            return
-        last, was_captured = self._last
-        if captures and not (was_captured and _is_capturing(last)):
-            return  # a graph is replayed at other times; whoever replays it puts replays in order
-        if was_captured and not captures:
-            return
-        stream.wait_stream(last)
+    def _follow(self, raw: int, captures: bool) -> None:
+        """Let a stream wait for the operation before, if that ran on another one.
 
-    def _handle(self, stream: torch.cuda.Stream) -> Any:
-        raw = stream.cuda_stream
+        A graph is replayed at other times. So what is captured follows only what the same graph holds, and other
+        operations follow each other.
+        """
+        last = self._last[captures]
+        if last is not None and last != raw:
+            stream = stream_of(self.device, last)
+            if not captures or _is_capturing(stream):
+                stream_of(self.device, raw).wait_stream(stream)
+        self._last[captures] = raw
+
+    def _handle(self, raw: int) -> Any:
         handle = self._handles.get(raw)
         if handle is None:
             if len(self._handles) > 1024:
@@ -234,50 +229,11 @@ class DeviceTransport:
         captures = torch.cuda.is_current_stream_capturing()
         return self.perform(BARRIER, None, flow, (), (), [], asynchronous, program=both, blocks=not captures)
 
-    def _program(
-        self,
-        key: Key,
-        local: Any,
-        slot: int,
-        flow: Callable[[Key, Any], Flow | Fold],
-        program: Callable[[Setting], Program] | None,
-    ) -> Program:
-        known: Hashable = (key, local, slot)
-        made = self._programs.get(known)
-        if made is None:
-            setting = self._setting(key, slot)
-            made = program(setting) if program else build(setting, flow(key, local))
-            self._programs[known] = made
-            if len(self._programs) > _PROGRAMS:
-                self._programs.popitem(last=False)
-        return made
-
-    def _setting(self, key: Key, slot: int) -> Setting:
-        sizes = dict(chunk_bytes=self.chunk_bytes, pair_bytes=self.pair_bytes)
-        return Setting(self.rank, self.world, self._page.heap.control, tag=tag_of(key), first_slot=slot, **sizes)
-
-    def _prepare(self, known: Hashable, program: Program, names: Sequence[str], addresses: Sequence[int]) -> _Prepared:
-        bound = dict(zip(names, addresses, strict=True))
-
-        def address(ref: Ref) -> int:
-            return bound[ref.buffer] + ref.offset if ref.buffer in bound else self._address(ref)
-
-        prepared = self._prepared[known] = _Prepared(program, bind(lower(program, address), self.device))
-        if len(self._prepared) > _PREPARED:
-            self._prepared.popitem(last=False)
-        return prepared
-
-    def _address(self, ref: Ref) -> int:
-        if ref.buffer == "flags":
-            return self._page.flags[ref.rank] + ref.offset
-        start = 0 if ref.buffer == "heap" else self.heap.areas[ref.buffer]
-        return self.heap.bases[ref.rank] + start + ref.offset
-
     # Messages ---------------------------------------------------------------------------------------------------------
 
     def send(self, tensor: torch.Tensor, dst: int, tag: int, outputs: list[Any]) -> StreamWork:
         """Put a message of contiguous ``tensor`` to rank ``dst`` on the stream for messages to that rank."""
-        return self._message("send", message.send, tensor, dst, tag, outputs, None)
+        return self._message("send", "to", self._copies.send, tensor, dst, tag, outputs, None)
 
     def recv(
         self, tensor: torch.Tensor, src: int, tag: int, outputs: list[Any], after: Callable[[], Any] | None
@@ -286,12 +242,13 @@ class DeviceTransport:
 
         ``after`` is called with that stream current, behind the receipt.
         """
-        return self._message("recv", message.receive, tensor, src, tag, outputs, after)
+        return self._message("recv", "from", self._copies.receive, tensor, src, tag, outputs, after)
 
     def _message(
         self,
         op: str,
-        program: Callable[[Setting, int, Ref, int], Program],
+        direction: str,
+        prepare: Callable[[int, int, int, int, int, int], tuple[Prepared, int]],
         tensor: torch.Tensor,
         peer: int,
         tag: int,
@@ -303,59 +260,46 @@ class DeviceTransport:
                 f"{op}: a message to or from this rank itself, {self.rank}; messages are between two ranks; copy the "
                 f"tensor (tensor.copy_) instead {self._where(op)}"
             )
-        nbytes = tensor.numel() * tensor.element_size()
+        nbytes, most = tensor.numel() * tensor.element_size(), MAIL_SLOTS * self._copies.pair_bytes
         with self._lock, torch.cuda.device(self.device):
             self.watch.check_open()
             captures = torch.cuda.is_current_stream_capturing()
-            lane = self._mail_lane(op, peer)
-            if captures and nbytes > MAIL_SLOTS * self.pair_bytes:
+            if captures and nbytes > most:
                 raise UnsupportedError(
-                    f"{op}: a message of {nbytes} bytes while a graph is captured; it takes "
-                    f"{MAIL_SLOTS * self.pair_bytes}, what lies in slots, since a captured send must not wait for its "
-                    "receive; raise IRIS_PG_DEVICE_CHUNK_BYTES, or send smaller messages "
-                    f"{self._where(op)}"
+                    f"{op}: a message of {nbytes} bytes while a graph is captured; it takes {most}, what slots hold, "
+                    "since a captured send must not wait for its receive; raise IRIS_PG_DEVICE_CHUNK_BYTES, or send "
+                    f"smaller messages {self._where(op)}"
                 )
-            key = ("message", tag)
-            setting = self._setting(key, lane.chunks % MAIL_SLOTS)
-            known: Hashable = (op, peer, tag, nbytes, setting.first_slot, tensor.data_ptr())
-            prepared = self._prepared.get(known)
-            if prepared is None:
-                made = program(setting, peer, Ref(self.rank, "tensor", 0), nbytes)
-                prepared = self._prepare(known, made, ("tensor",), (tensor.data_ptr(),))
-            direction = "to" if op == "send" else "from"
+            mail = self._mail_lane(op, peer)
+            lane = mail.lane
+            prepared, chunks = prepare(peer, tag, tensor.data_ptr(), nbytes, mail.chunks, mail.word)
+            mail.chunks += chunks
             said: Key = (op, nbytes, "bytes", direction, "rank", peer)
-            lane.chunks += len(message.pieces(setting, nbytes))
-            current = torch.cuda.current_stream(self.device)
-            stream = current if captures else lane.stream
-            if not captures:
-                stream.wait_stream(current)
-            handle = self._handle(stream)
             if captures:
-                self._captured.mark(handle, self._captured.add(said, prepared.program))
-                self._launch(prepared, handle, after)
-                self._captured.mark(handle, 0)
-                return StreamWork(outputs, stream, None, self._failed_with, in_line=False)
+                return self._capture(said, prepared, outputs, after, is_in_line=False)
+            stream, raw = mail.stream, mail.stream.cuda_stream
+            stream.wait_stream(torch.cuda.current_stream(self.device))
             with torch.cuda.stream(stream):
-                self._launch(prepared, handle, after)
+                prepared.launch(self._handle(raw), lane.next, after)
                 event = stream.record_event()
-            work = StreamWork(outputs, stream, event, self._failed_with, tensor, in_line=False)
-            lane.lane.add(handle, said, prepared.program, work)
-            lane.lane.oldest()
+            work = StreamWork(outputs, self.device, raw, event, self._failed_with, tensor, is_in_line=False)
+            lane.add(said, prepared.program, work)
+            lane.oldest()
             return work
 
     def _mail_lane(self, op: str, peer: int) -> _MailLane:
-        lane = self._mail.get((op, peer))
-        if lane is None:
+        mail = self._mail.get((op, peer))
+        if mail is None:
             # Streams of different priorities never share a hardware queue. So a receive does not queue behind a send
             # that waits for it, whatever CUDA_DEVICE_MAX_CONNECTIONS says.
             stream = torch.cuda.Stream(self.device, priority=0 if op == "send" else -1)
-            number, other = 1 + peer, 1 + self.rank
-            number, other = (number, other + self.world) if op == "send" else (number + self.world, other)
+            to, from_ = (lambda rank: 1 + rank), (lambda rank: 1 + self.world + rank)
+            word, theirs = (to(peer), from_(self.rank)) if op == "send" else (from_(peer), to(self.rank))
             page = self._page
-            made = Lane(*page.word(number), lambda peer: page.word_of(peer, other))
-            lane = self._mail[op, peer] = _MailLane(stream, made)
-            self._lanes.append(lane.lane)
-        return lane
+            lane = Lane(page.reader(word), lambda peer: page.word_of(peer, theirs))
+            mail = self._mail[op, peer] = _MailLane(stream, lane, word)
+            self._lanes.append(lane)
+        return mail
 
     # Life -------------------------------------------------------------------------------------------------------------
 
@@ -378,9 +322,9 @@ class DeviceTransport:
                 f"  engine    {self.engine} ({self.reason})",
                 f"  heap      {self.heap.limit_bytes} bytes a rank for tensors; outputs in it are written by peers "
                 "directly (zero copy)",
-                f"  elsewhere through staging slots of {self.chunk_bytes} bytes",
-                f"  messages  are matched by their order, and go through {MAIL_SLOTS} slots of {self.pair_bytes} bytes "
-                "for each pair of ranks",
+                f"  elsewhere through staging slots of {self._chunk_bytes} bytes",
+                f"  messages  are matched by their order, and go through {MAIL_SLOTS} slots of "
+                f"{self._copies.pair_bytes} bytes for each pair of ranks",
             )
         )
 
@@ -409,8 +353,7 @@ class DeviceTransport:
             _abandoned.append(self)  # a GPU may still use the memory: it stays for as long as the process
             return
         with self._lock:
-            self._prepared.clear()
-            self._programs.clear()
+            self._copies.close()
             for lane in self._lanes:
                 lane.drop()
             self._mail.clear()
@@ -436,23 +379,17 @@ class DeviceTransport:
         )
 
 
-class _Prepared(NamedTuple):
-    """An operation, ready to be put on a stream."""
-
-    program: Program
-    calls: list[cuda.Launch]
-
-
 class _MailLane:
     """Messages to one rank, or from it.
 
     Attributes:
         stream, lane: where they run, and in what order.
+        word: number of the lane's word.
         chunks: number of chunks so far; gives the slot of the next.
     """
 
-    def __init__(self, stream: torch.cuda.Stream, lane: Lane) -> None:
-        self.stream, self.lane, self.chunks = stream, lane, 0
+    def __init__(self, stream: torch.cuda.Stream, lane: Lane, word: int) -> None:
+        self.stream, self.lane, self.word, self.chunks = stream, lane, word, 0
 
 
 def _is_capturing(stream: torch.cuda.Stream) -> bool:

@@ -14,9 +14,11 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from iris_pg.device_copies import Prepared
 from iris_pg.device_page import DevicePage
 from iris_pg.device_work import Begun, Lane
 from iris_pg.errors import DeadlineError, IrisError, MismatchError, PeerLostError, where
+from iris_pg.platforms import cuda
 from iris_pg.program import Program, Take
 from iris_pg.watch import Watch, text_of
 
@@ -31,18 +33,24 @@ log = logging.getLogger("iris_pg")
 class Captured:
     """Operations in graphs. A captured operation writes its number into a word when it begins and 0 when it ends, so
     that one which is replayed in vain can be told.
+
+    Args:
+        running: returns the word.
+        word: its address as the GPU sees it.
     """
 
-    def __init__(self, running: Callable[[], int], mark: Callable[[Any, int], None]) -> None:
-        self._running, self.mark = running, mark
+    def __init__(self, running: Callable[[], int], word: int) -> None:
+        self._running, self._word = running, word
         self.all: list[tuple[Any, Program]] = []  # (key, program), by number - 1
         self.number = 0  # that runs
         self.moved_at = time.monotonic()
 
-    def add(self, key: Any, program: Program) -> int:
-        """Return the number of an operation that is being captured."""
-        self.all.append((key, program))
-        return len(self.all)
+    def launch(self, key: Any, prepared: Prepared, stream: Any, after: Callable[[], Any] | None) -> None:
+        """Put an operation on a stream (its handle) that is being captured, and what ``after`` does behind it."""
+        self.all.append((key, prepared.program))
+        cuda.write(stream, self._word, len(self.all))
+        prepared.launch(stream, None, after)
+        cuda.write(stream, self._word, 0)
 
     def oldest(self) -> Begun | None:
         """Return the operation that a replayed graph is in, and has been since ``moved_at``, as far as can be seen."""

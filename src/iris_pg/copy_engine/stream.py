@@ -108,14 +108,22 @@ def lower(program: Program, address: Callable[[Ref], int]) -> list[Action]:
     return actions
 
 
-def bind(actions: list[Action], device: torch.device) -> list[cuda.Launch]:
-    """Return the driver calls of ``actions``. They go to the stream that they are given, which is the current one."""
-    return [_bound(action, device) for action in actions]
+def bind(actions: list[Action], device: torch.device, mark: int) -> tuple[list[cuda.Launch], cuda.FlagCalls]:
+    """Return the driver calls of ``actions``, and the last of them, which may write a word behind everything.
+
+    They go to the stream that they are given, which is the current one.
+
+    Args:
+        mark: address of the word.
+    """
+    last = actions[-1] if actions and isinstance(actions[-1], Flags) else Flags(())
+    others = actions[:-1] if last.ops else actions
+    return [_bound(action, device) for action in others], cuda.FlagCalls(last.ops, mark)
 
 
 def _bound(action: Action, device: torch.device) -> cuda.Launch:
     if isinstance(action, Flags):
-        return cuda.flags(action.ops)
+        return cuda.FlagCalls(action.ops)
     if isinstance(action, Linear):
         return cuda.copy(action.dst, action.src, action.nbytes)
     if isinstance(action, Rectangle):

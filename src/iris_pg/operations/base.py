@@ -96,14 +96,18 @@ def dense(tensor: Tensor) -> Tensor:
     """Return the values of ``tensor`` in a row in memory, without lazy conjugation or negation; itself where they are
     so already.
     """
-    return tensor.resolve_conj().resolve_neg().contiguous()
+    return tensor if _is_dense(tensor) else tensor.resolve_conj().resolve_neg().contiguous()
+
+
+def _is_dense(tensor: Tensor) -> bool:
+    return tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
 
 
 def room(tensor: Tensor) -> Tensor:
     """Return where the values of the output ``tensor`` can arrive in a row: itself, or memory to :func:`copy` them
     from.
     """
-    if tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg():
+    if _is_dense(tensor):
         return tensor
     return torch.empty(tensor.size(), dtype=tensor.dtype, device=tensor.device)
 

@@ -296,8 +296,45 @@ def copy_2d(dst: int, src: int, width_bytes: int, rows: int, dst_pitch_bytes: in
     return launch
 
 
-def flags(ops: Sequence[FlagOp]) -> Launch:
-    """Return what accesses flags one after another, in as few calls as the driver takes them."""
+class FlagCalls:
+    """What makes a stream access flags one after another, in as few calls as the driver takes them.
+
+    Args:
+        ops: the accesses.
+        mark: address of a word to write behind them, when :meth:`marked` is called.
+    """
+
+    def __init__(self, ops: Sequence[FlagOp], mark: int | None = None) -> None:
+        driver = _driver()
+        self._batch, self._word = driver.cuStreamBatchMemOp, driver.cuuint32_t
+        self._plain = [_parameters(ops[i : i + _MOST_OPS]) for i in range(0, len(ops), _MOST_OPS)]
+        if mark is not None:
+            last = self._last = _parameters([FlagOp(False, mark, 0)])
+            joins = bool(self._plain) and len(self._plain[-1]) < _MOST_OPS
+            self._marked = [*self._plain[:-1], self._plain[-1] + last] if joins else [*self._plain, last]
+
+    def __call__(self, stream: Any) -> None:
+        """Access the flags."""
+        self._launch(self._plain, stream)
+
+    def marked(self, stream: Any, value: int) -> None:
+        """Access the flags, then write ``value`` into the word."""
+        self._last[0].writeValue.value = self._word(value)
+        self._launch(self._marked, stream)
+
+    def mark(self, stream: Any, value: int) -> None:
+        """Write ``value`` into the word."""
+        self._last[0].writeValue.value = self._word(value)
+        self._launch([self._last], stream)
+
+    def _launch(self, batches: list[list[Any]], stream: Any) -> None:
+        for batch in batches:
+            status = self._batch(stream, len(batch), batch, 0)[0]
+            if status:
+                raise _error(_driver(), "cuStreamBatchMemOp", status)
+
+
+def _parameters(ops: Sequence[FlagOp]) -> list[Any]:
     driver = _driver()
     kinds = driver.CUstreamBatchMemOpType
     equal = int(driver.CUstreamWaitValue_flags.CU_STREAM_WAIT_VALUE_EQ)
@@ -310,15 +347,7 @@ def flags(ops: Sequence[FlagOp]) -> Launch:
         field.flags = equal if op.waits else 0
         return made
 
-    batches = [list(map(parameter, ops[i : i + _MOST_OPS])) for i in range(0, len(ops), _MOST_OPS)]
-
-    def launch(stream: Any) -> None:
-        for batch in batches:
-            status = driver.cuStreamBatchMemOp(stream, len(batch), batch, 0)[0]
-            if status:
-                raise _error(driver, "cuStreamBatchMemOp", status)
-
-    return launch
+    return [parameter(op) for op in ops]
 
 
 def write(stream: Any, address: int, value: int) -> None:
@@ -329,12 +358,12 @@ def write(stream: Any, address: int, value: int) -> None:
 __all__ = [
     "DeviceMemory",
     "DeviceRange",
+    "FlagCalls",
     "FlagOp",
     "Launch",
     "can_reach",
     "copy",
     "copy_2d",
-    "flags",
     "initialise",
     "register",
     "stream_handle",
