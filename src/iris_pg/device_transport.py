@@ -31,7 +31,7 @@ from iris_pg.collectives.setting import Setting
 from iris_pg.device_copies import DeviceCopies, Prepared
 from iris_pg.device_page import DevicePage
 from iris_pg.device_watchdog import Captured, Watchdog
-from iris_pg.device_work import Lane, StreamWork, raw_stream, stream_of
+from iris_pg.device_work import Held, Lane, StreamWork, raw_stream, stream_of
 from iris_pg.errors import ArgumentError, ClosedError, IrisError, UnsupportedError, where
 from iris_pg.flags import MAIL_SLOTS
 from iris_pg.memory.heap import SymmetricHeap
@@ -163,8 +163,9 @@ class DeviceTransport:
                 self.watch.submitting(key)
                 self.watch.submitted(self._lane.count + 1)
                 current = raw_stream(self.device)
-                event = None
+                event = held = None
                 if asynchronous:
+                    held = Held(keep)
                     raw = self._side.cuda_stream
                     self._side.wait_stream(stream_of(self.device, current))
                     self._follow(raw, False)
@@ -172,14 +173,14 @@ class DeviceTransport:
                         prepared.launch(self._handle(raw), self._lane.next, after)
                         event = self._side.record_event()
                 else:
-                    raw, keep = current, None
+                    raw = current
                     self._follow(raw, False)
                     prepared.launch(self._handle(raw), self._lane.next, after)
             except BaseException as error:  # peers wait for an operation that this rank may have begun by half
                 self.watch.give_up(error)
                 raise
-            work = StreamWork(outputs, self.device, raw, event, self._failed_with, keep, blocks)
-            self._lane.add(key, prepared.program, work)
+            work = StreamWork(outputs, self.device, raw, event, self._failed_with, held, blocks)
+            self._lane.add(key, prepared.program, held)
             self._lane.oldest()
             return work
 
@@ -282,8 +283,9 @@ class DeviceTransport:
             with torch.cuda.stream(stream):
                 prepared.launch(self._handle(raw), lane.next, after)
                 event = stream.record_event()
-            work = StreamWork(outputs, self.device, raw, event, self._failed_with, tensor, is_in_line=False)
-            lane.add(said, prepared.program, work)
+            held = Held(tensor)
+            work = StreamWork(outputs, self.device, raw, event, self._failed_with, held, is_in_line=False)
+            lane.add(said, prepared.program, held)
             lane.oldest()
             return work
 

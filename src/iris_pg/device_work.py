@@ -34,6 +34,19 @@ def stream_of(device: torch.device, raw: int) -> torch.cuda.Stream:
     return torch.cuda.ExternalStream(raw, device) if raw else torch.cuda.default_stream(device)
 
 
+class Held:
+    """What an operation reads and writes, until its work lets go of it, or its lane does.
+
+    A lane holds this and not the work, whose outputs are the caller's: when those go must not depend on when a lane is
+    looked at, as blocks of the heap are handed out again in the order in which tensors go.
+    """
+
+    __slots__ = ("tensors",)
+
+    def __init__(self, tensors: Any) -> None:
+        self.tensors = tensors
+
+
 class StreamWork(IrisWork):
     """One operation on a stream.
 
@@ -42,7 +55,7 @@ class StreamWork(IrisWork):
         device, raw: the GPU, and the handle of the stream that it runs on.
         event: recorded behind it; None when it runs on the stream that was current, and need not be waited for there.
         failure: returns what the group has failed with, if it has.
-        keep: tensors that it reads or writes.
+        held: tensors that it reads or writes; None when they need not be held.
         blocks: ``wait`` waits on the host as well.
         is_in_line: what the group has begun before it is done when it is.
     """
@@ -54,13 +67,13 @@ class StreamWork(IrisWork):
         raw: int,
         event: torch.cuda.Event | None,
         failure: Callable[[], BaseException | None],
-        keep: Any = None,
+        held: Held | None = None,
         blocks: bool = False,
         is_in_line: bool = True,
     ) -> None:
         super().__init__(outputs)
         self._device, self._raw, self._end, self._failed_with = device, raw, event, failure
-        self._kept, self._blocks, self.is_in_line = keep, blocks, is_in_line
+        self._held, self._blocks, self.is_in_line = held, blocks, is_in_line
         self._results = outputs
 
     def wait(self, timeout: datetime.timedelta | None = None) -> bool:
@@ -75,7 +88,8 @@ class StreamWork(IrisWork):
             torch.cuda.current_stream(self._device).wait_event(self._end)
         elif raw_stream(self._device) != self._raw:
             torch.cuda.current_stream(self._device).wait_event(stream_of(self._device, self._raw).record_event())
-        self._kept = None
+        if self._held:
+            self._held.tensors = None
         if self._blocks:
             self._wait_on_host(timeout.total_seconds() if timeout else 0.0)
         return True
@@ -133,10 +147,6 @@ class StreamWork(IrisWork):
         """Return the output tensors; wait first."""
         return self._results
 
-    def release(self) -> None:
-        """Let go of the operation's tensors: it is done."""
-        self._kept = None
-
     def get_future(self) -> torch.futures.Future[Any]:
         """Return a future of the list of output tensors. It is complete, in the sense of CUDA: who waits for it, and a
         callback, has its streams wait for the operation.
@@ -152,12 +162,12 @@ class StreamWork(IrisWork):
 
 
 class Begun(NamedTuple):
-    """An operation that may not be done: its number, what it is, its program, and its work if it has one."""
+    """An operation that may not be done: its number, what it is, its program, and what it holds."""
 
     number: int
     what: tuple[Any, ...]
     program: Program
-    work: StreamWork | None
+    held: Held | None
 
 
 class Lane:
@@ -189,12 +199,12 @@ class Lane:
         """What the GPU writes behind the operation that is begun next."""
         return (self.count + 1) & 0xFFFFFFFF
 
-    def add(self, what: tuple[Any, ...], program: Program, work: StreamWork) -> None:
+    def add(self, what: tuple[Any, ...], program: Program, held: Held | None) -> None:
         """Note that an operation has been put on a stream, behind which :attr:`next` will be written."""
         self.count += 1
         if not self._begun:
             self.moved_at = time.monotonic()
-        self._begun.append(Begun(self.count, what, program, work))
+        self._begun.append(Begun(self.count, what, program, held))
 
     def has_done(self, peer: int, number: int) -> bool:
         """Return whether ``peer`` has done its part of an operation."""
@@ -208,8 +218,8 @@ class Lane:
             if first.number > done:
                 return first
             self._begun.popleft()
-            if first.work:
-                first.work.release()
+            if first.held:
+                first.held.tensors = None
             self.moved_at = time.monotonic()
         return None
 
@@ -218,4 +228,4 @@ class Lane:
         self._begun.clear()
 
 
-__all__ = ["Begun", "Lane", "StreamWork", "raw_stream", "stream_of"]
+__all__ = ["Begun", "Held", "Lane", "StreamWork", "raw_stream", "stream_of"]
