@@ -25,6 +25,7 @@ from iris_pg.watch import Key, tag_of
 
 _PREPARED = 4096  # most operations whose driver calls are kept
 _PROGRAMS = 1024  # most programs that are kept
+_LANES_FROM = 4 << 20  # bytes that a rank moves; for less a second stream costs more than it gains
 
 
 class Prepared:
@@ -32,7 +33,8 @@ class Prepared:
 
     Args:
         program: what it does.
-        calls: the driver calls; the last one can say that the operation is done.
+        calls: the driver calls.
+        end: what follows them; it can say that the operation is done.
     """
 
     __slots__ = ("_calls", "_end", "program")
@@ -70,6 +72,7 @@ class DeviceCopies:
         self.chunk_bytes = chunk_bytes
         self.pair_bytes = max(256, 2 * chunk_bytes // max(self.world, 1) // 256 * 256)
         self._page = page
+        self._second = cuda.SecondStream(torch.cuda.Stream(device).cuda_stream)
         self._heap: SymmetricHeap | None = None
         self._programs: OrderedDict[Hashable, Program] = OrderedDict()
         self._prepared: OrderedDict[Hashable, Prepared] = OrderedDict()
@@ -94,10 +97,14 @@ class DeviceCopies:
         program: Callable[[Setting], Program] | None,
         names: Sequence[str],
         addresses: Sequence[int],
+        captures: bool,
     ) -> Prepared:
-        """Return operation number ``sequence``, ready; arguments are those of :meth:`DeviceTransport.perform`."""
+        """Return operation number ``sequence``, ready; arguments are those of :meth:`DeviceTransport.perform`.
+
+        While a graph is captured it has one lane: a graph with waits on parallel branches was seen to hang.
+        """
         slot = sequence % SLOTS
-        known: Hashable = (key, local, slot, addresses)
+        known: Hashable = (key, local, slot, addresses, captures)
         prepared = self._prepared.get(known)
         if prepared is None:
             made = self._programs.get((key, local, slot))
@@ -107,7 +114,8 @@ class DeviceCopies:
                 self._programs[key, local, slot] = made
                 if len(self._programs) > _PROGRAMS:
                     self._programs.popitem(last=False)
-            prepared = self._prepare(known, made, names, addresses, 0)
+            lanes = not captures and made.nbytes_moved() >= _LANES_FROM
+            prepared = self._prepare(known, made, names, addresses, 0, lanes)
         return prepared
 
     def send(self, peer: int, tag: int, address: int, nbytes: int, chunks: int, word: int) -> tuple[Prepared, int]:
@@ -142,18 +150,33 @@ class DeviceCopies:
         return prepared, len(message.pieces(setting, nbytes))
 
     def _setting(self, key: Key, slot: int) -> Setting:
-        sizes = dict(chunk_bytes=self.chunk_bytes, pair_bytes=self.pair_bytes)
-        return Setting(self.rank, self.world, self._page.heap.control, tag=tag_of(key), first_slot=slot, **sizes)
+        return Setting(
+            self.rank,
+            self.world,
+            self._page.heap.control,
+            tag=tag_of(key),
+            chunk_bytes=self.chunk_bytes,
+            pair_bytes=self.pair_bytes,
+            first_slot=slot,
+            pushes=True,
+        )
 
     def _prepare(
-        self, known: Hashable, program: Program, names: Sequence[str], addresses: Sequence[int], word: int
+        self,
+        known: Hashable,
+        program: Program,
+        names: Sequence[str],
+        addresses: Sequence[int],
+        word: int,
+        lanes: bool = False,
     ) -> Prepared:
         bound = dict(zip(names, addresses, strict=True))
 
         def address(ref: Ref) -> int:
             return bound[ref.buffer] + ref.offset if ref.buffer in bound else self._address(ref)
 
-        calls, end = bind(lower(program, address), self.device, self._page.address_of_word(word))
+        actions = lower(program, address, lanes=lanes)
+        calls, end = bind(actions, self.device, self._page.address_of_word(word), self._second)
         prepared = self._prepared[known] = Prepared(program, calls, end)
         if len(self._prepared) > _PREPARED:
             self._prepared.popitem(last=False)

@@ -157,7 +157,9 @@ class DeviceTransport:
             captures = torch._C._cuda_isCurrentStreamCapturing()
             sequence = self.watch.begin(key)
             try:
-                prepared = self._copies.operation(key, local, sequence, flow, program, names, tuple(addresses))
+                prepared = self._copies.operation(
+                    key, local, sequence, flow, program, names, tuple(addresses), captures
+                )
                 if captures:
                     return self._capture(key, prepared, outputs, after)
                 self.watch.submitting(key)

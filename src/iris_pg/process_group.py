@@ -17,12 +17,11 @@ import datetime
 import functools
 import secrets
 from collections.abc import Sequence
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 import torch.distributed as dist
 
-from iris_pg.device_transport import DeviceTransport
 from iris_pg.errors import ArgumentError, ClosedError, MismatchError, UnsupportedError, where
 from iris_pg.memory.heap import SymmetricHeap
 from iris_pg.memory.pool import TensorPool
@@ -36,6 +35,9 @@ from iris_pg.operations.rooted import Rooted
 from iris_pg.options import Options
 from iris_pg.transport import Transport
 from iris_pg.work import IrisWork
+
+if TYPE_CHECKING:
+    from iris_pg.device_transport import DeviceTransport
 
 Tensor = torch.Tensor
 
@@ -182,6 +184,8 @@ class IrisProcessGroup(Reductions, Exchanges, Rooted, Messages, dist.ProcessGrou
                 "all ranks do together; before the capture call any collective on a CUDA tensor, or pass device_id= to "
                 f"init_process_group {place}"
             )
+        from iris_pg.device_transport import DeviceTransport  # with Triton, which groups of CPU tensors do without
+
         self._device_transport = DeviceTransport(self.links, self.options, self._timeout_s, device)
         return self._device_transport
 
@@ -228,7 +232,8 @@ class IrisProcessGroup(Reductions, Exchanges, Rooted, Messages, dist.ProcessGrou
 
     def supports_tensor_alloc(self, device: torch.device) -> bool:
         """Return whether :meth:`allocate_tensor` makes tensors for ``device``."""
-        return torch.device(device).type in ("cpu", "cuda")
+        kind = torch.device(device).type
+        return kind == "cpu" or (kind == "cuda" and torch.cuda.is_available())
 
     def allocate_tensor(self, size: int, *, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Return an uninitialised tensor [size] in the group's symmetric heap; its memory is used again when it and all

@@ -17,4 +17,4 @@ def build(s: Setting, flow: Flow | Fold) -> Program:
         return all_reduce(s, flow) if flow.to_all else reduce_scatter(s, flow)
     if flow.zero_copy:
         return push(s, flow)
-    return spread(s, flow) if flow.to_all else pairwise(s, flow)
+    return spread(s, flow) if flow.to_all and not s.pushes else pairwise(s, flow)

@@ -21,6 +21,9 @@ class Setting:
         chunk_bytes: size of a staging slot that all ranks read.
         pair_bytes: size of a staging slot that one rank reads.
         first_slot: the slot of the first chunk; the same on all ranks.
+        pushes: slots for pairs lie at their readers, into which writers push; else at the writers, from which readers
+            pull. For engines that write a peer's memory faster than they read it, and run lanes side by side: what a
+            rank receives is then handled in a lane of its own, beside what it sends.
     """
 
     rank: int
@@ -30,11 +33,17 @@ class Setting:
     chunk_bytes: int = 1 << 18
     pair_bytes: int = 1 << 16
     first_slot: int = 0
+    pushes: bool = False
 
     @property
     def peers(self) -> list[int]:
         """The other ranks, in the order in which this rank visits them: (rank + k) mod world."""
         return [(self.rank + k) % self.world for k in range(1, self.world)]
+
+    @property
+    def receiving(self) -> int:
+        """The lane of what a rank receives; it sends in lane 0."""
+        return 1 if self.pushes else 0
 
     def tag_of(self, nbytes: int) -> int:
         """The tag of a message of ``nbytes``, when only its two ranks know how long it is."""
@@ -49,8 +58,9 @@ class Setting:
         return Ref(rank, "staging", slot * self.chunk_bytes)
 
     def pair(self, rank: int, slot: int, reader: int) -> Ref:
-        """The staging slot of ``rank`` that ``reader`` reads."""
-        return Ref(rank, "pairs", (slot * self.world + reader) * self.pair_bytes)
+        """The staging slot that ``rank`` writes and ``reader`` reads."""
+        at, other = (reader, rank) if self.pushes else (rank, reader)
+        return Ref(at, "pairs", (slot * self.world + other) * self.pair_bytes)
 
 
 def chunks(nbytes: int, size: int) -> Iterator[tuple[int, int]]:

@@ -11,6 +11,7 @@ that is one copy more than the lower bound, a direct read of the other's memory.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 from iris_pg.collectives.flow import Flow
 from iris_pg.collectives.setting import Setting, chunks
@@ -56,19 +57,18 @@ def spread(s: Setting, flow: Flow) -> Program:
 
 
 def pairwise(s: Setting, flow: Flow) -> Program:
-    """Each pair of ranks has slots of its own, so a rank need not know of messages between others: gather, scatter.
+    """Each pair of ranks has slots of its own, so a rank need not know of messages between others: gather, scatter. All
+    operations where writers push, which cannot write to all readers at once.
 
     A message of 0 bytes is signalled all the same, and the signals of every message depend on its size: so two ranks
     that do not agree on the size find out.
     """
-    steps: list[Step] = [flow.own] if flow.own else []
+    lane = s.receiving
+    steps: list[Step] = [replace(flow.own, lane=lane)] if flow.own else []
     sends = {part.peer: (part.here, list(chunks(part.nbytes, s.pair_bytes)) or [(0, 0)]) for part in flow.sends}
     receives = {part.peer: (part.here, list(chunks(part.nbytes, s.pair_bytes)) or [(0, 0)]) for part in flow.receives}
     tag_to = {part.peer: s.tag_of(part.nbytes) for part in flow.sends}
     tag_from = {part.peer: s.tag_of(part.nbytes) for part in flow.receives}
-
-    def place(slot: int, reader: int) -> int:
-        return (slot * s.world + reader) * s.pair_bytes
 
     def produce(chunk: int) -> None:
         slot = (s.first_slot + chunk) % SLOTS
@@ -78,7 +78,7 @@ def pairwise(s: Setting, flow: Flow) -> Program:
                 start, length = pieces[chunk]
                 steps.append(Take(s.flag(s.rank, s.page.drained(slot, p)), p, CREDIT))
                 if length:
-                    steps.append(Copy(Ref(s.rank, "pairs", place(slot, p)), source + start, length))
+                    steps.append(Copy(s.pair(s.rank, slot, p), source + start, length))
                 steps.append(Signal(s.flag(p, s.page.filled(slot, s.rank)), tag_to[p]))
 
     def consume(chunk: int) -> None:
@@ -87,10 +87,10 @@ def pairwise(s: Setting, flow: Flow) -> Program:
             target, pieces = receives.get(p, (None, []))
             if target and chunk < len(pieces):
                 start, length = pieces[chunk]
-                steps.append(Take(s.flag(s.rank, s.page.filled(slot, p)), p, tag_from[p]))
+                steps.append(Take(s.flag(s.rank, s.page.filled(slot, p)), p, tag_from[p], lane))
                 if length:
-                    steps.append(Copy(target + start, Ref(p, "pairs", place(slot, s.rank)), length))
-                steps.append(Signal(s.flag(p, s.page.drained(slot, s.rank)), CREDIT))
+                    steps.append(Copy(target + start, s.pair(p, slot, s.rank), length, lane))
+                steps.append(Signal(s.flag(p, s.page.drained(slot, s.rank)), CREDIT, lane))
 
     counts = [len(pieces) for _, pieces in (*sends.values(), *receives.values())]
     _one_ahead(produce, consume, max(counts, default=0))

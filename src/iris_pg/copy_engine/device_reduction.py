@@ -1,8 +1,8 @@
 """Reductions on a GPU: what a :class:`iris_pg.program.Reduce` does, on addresses that the GPU can access.
 
-torch's kernels do the arithmetic, on the current stream, and give what reduction.py gives on a CPU: operands come in
-one order, narrow floats are accumulated in float32 and rounded once. Operands are read from where they are, a peer's
-memory too.
+One kernel (combine.py) reads the operands of the types that are added all the time from where they are, a peer's memory
+too, and writes the result. For other types torch's kernels do it step by step. Both give what reduction.py gives on a
+CPU: operands come in one order, narrow floats are accumulated in float32 and rounded once.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from iris_pg.copy_engine import combine
 from iris_pg.platforms import cuda
 from iris_pg.reduce_ops import check
 
@@ -44,8 +45,7 @@ _OF_BOOL = {"sum": torch.bitwise_or, "max": torch.bitwise_or, "product": torch.b
 def reduction(
     device: torch.device, op: str, dtype: str, dst: int, sources: tuple[int, ...], nbytes: int
 ) -> cuda.Launch:
-    """Return what sets each element at ``dst`` to ``op`` over those at ``sources``, in the order given, on the current
-    stream of ``device``.
+    """Return what sets each element at ``dst`` to ``op`` over those at ``sources``, in the order given, on a stream.
 
     Args:
         op, dtype: as in :class:`iris_pg.program.Reduce`.
@@ -58,6 +58,8 @@ def reduction(
     check(op, dtype)
     if op in ("sum", "avg"):
         dtype = _REAL.get(dtype, dtype)
+    if op in combine.OPS and dtype in combine.TYPES and (op != "avg" or dtype.startswith(("float", "bfloat"))):
+        return combine.combine(device, op, dtype, dst, sources, nbytes)
     element = _SIGNED.get(dtype, getattr(torch, dtype))
     step = (_OPS | _OF_BOOL if dtype == "bool" else _OPS)[op]
     is_flipped = dtype in _SIGNED and op in ("min", "max")  # unsigned order, from signed comparisons
@@ -67,7 +69,8 @@ def reduction(
     ]
 
     def launch(stream: Any) -> None:
-        with torch.inference_mode(), torch.cuda.device(device):
+        on = torch.cuda.ExternalStream(int(stream), device) if int(stream) else torch.cuda.default_stream(device)
+        with torch.inference_mode(), torch.cuda.stream(on):
             for addresses, size in blocks:
                 into, first, *others = (cuda.view(device, address, size, element) for address in addresses)
                 wide = _WIDER.get(dtype, element)

@@ -1,9 +1,9 @@
 """The stream engine: a GPU's stream, told to do what a program says. No kernel runs for copies and flags.
 
 :func:`lower` turns the steps of a program into :data:`Action` s with addresses, which is pure; :func:`bind` turns these
-into driver calls, ready to be made again for every call with the same addresses. Steps run in the order written on one
-stream: the order is a serial schedule (program.py), so this cannot deadlock, whatever queues the hardware maps streams
-to. That is also what makes a captured graph safe to replay.
+into driver calls, ready to be made again for every call with the same addresses. Lane 0 of a program is the stream of
+the operation, others share a second one. Calls are made in the order written, which is a serial schedule (program.py).
+So this cannot deadlock, whatever queues the hardware maps streams to.
 
 Flags are 32-bit words in host memory that every GPU and every rank's process maps: a rank's host can read what its GPU
 waits for, and release it. Between two GPUs, a stream writes a flag after its copies have landed (cuStreamWriteValue32
@@ -68,57 +68,73 @@ class Reduction:
 Action: TypeAlias = Flags | Linear | Rectangle | Reduction
 
 
-def lower(program: Program, address: Callable[[Ref], int]) -> list[Action]:
-    """Return what a stream does for ``program``: flags that follow each other are one action.
+def lower(program: Program, address: Callable[[Ref], int], lanes: bool = True) -> list[tuple[int, Action]]:
+    """Return (lane, what a stream does) for ``program``, in its order: flags that follow each other are one action.
 
     Args:
         address: Ref -> address, as the GPU sees it.
+        lanes: else all steps are in lane 0.
 
     Raises:
         UnsupportedError: a step that a stream cannot do.
     """
-    actions: list[Action] = []
+    actions: list[tuple[int, Action]] = []
     ops: list[cuda.FlagOp] = []
+    lane = 0
 
-    def done(action: Action | None = None) -> None:
+    def flush() -> None:
         if ops:
-            actions.append(Flags(tuple(ops)))
+            actions.append((lane, Flags(tuple(ops))))
             ops.clear()
-        if action:
-            actions.append(action)
 
     for step in program.steps:
+        # What is written first is told first, in whatever lane: lanes may share one queue of the hardware.
+        if lanes and step.lane != lane:
+            flush()
+            lane = step.lane
+        action: Action
         if isinstance(step, Signal):
             ops.append(cuda.FlagOp(False, address(step.flag), step.tag))
-        elif isinstance(step, Take):
+            continue
+        if isinstance(step, Take):
             ops.append(cuda.FlagOp(True, address(step.flag), step.tag))
             ops.append(cuda.FlagOp(False, address(step.flag), 0))
-        elif isinstance(step, Copy):
-            done(Linear(address(step.dst), address(step.src), step.nbytes))
+            continue
+        if isinstance(step, Copy):
+            action = Linear(address(step.dst), address(step.src), step.nbytes)
         elif isinstance(step, Copy2D):
             pitches = step.dst_pitch_bytes, step.src_pitch_bytes
-            done(Rectangle(address(step.dst), address(step.src), step.width_bytes, step.rows, *pitches))
+            action = Rectangle(address(step.dst), address(step.src), step.width_bytes, step.rows, *pitches)
         elif isinstance(step, Reduce):
-            done(Reduction(address(step.dst), tuple(map(address, step.sources)), step.nbytes, step.dtype, step.op))
+            action = Reduction(address(step.dst), tuple(map(address, step.sources)), step.nbytes, step.dtype, step.op)
         else:
             raise UnsupportedError(
                 f"stream engine: `{step}`; a stream has no atomics on another GPU's memory; use Signal and Take"
             )
-    done()
+        flush()
+        actions.append((lane, action))
+    flush()
     return actions
 
 
-def bind(actions: list[Action], device: torch.device, mark: int) -> tuple[list[cuda.Launch], cuda.FlagCalls]:
+def bind(
+    actions: list[tuple[int, Action]], device: torch.device, mark: int, second: cuda.SecondStream
+) -> tuple[list[cuda.Launch], cuda.FlagCalls]:
     """Return the driver calls of ``actions``, and the last of them, which may write a word behind everything.
 
-    They go to the stream that they are given, which is the current one.
+    Lane 0 goes to the stream that they are given, all others to ``second``,
+    which begins after what that stream did before, and which the last call waits for.
 
     Args:
         mark: address of the word.
     """
-    last = actions[-1] if actions and isinstance(actions[-1], Flags) else Flags(())
-    others = actions[:-1] if last.ops else actions
-    return [_bound(action, device) for action in others], cuda.FlagCalls(last.ops, mark)
+    if all(lane == 0 for lane, _ in actions):
+        last = actions[-1][1] if actions else None
+        if isinstance(last, Flags):
+            return [_bound(action, device) for _, action in actions[:-1]], cuda.FlagCalls(last.ops, mark)
+        return [_bound(action, device) for _, action in actions], cuda.FlagCalls((), mark)
+    calls = [second.beside(_bound(action, device)) if lane else _bound(action, device) for lane, action in actions]
+    return [second.begin, *calls, second.end], cuda.FlagCalls((), mark)
 
 
 def _bound(action: Action, device: torch.device) -> cuda.Launch:

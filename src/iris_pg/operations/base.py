@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from iris_pg.collectives.flow import Flow, Fold
-from iris_pg.device_transport import DeviceTransport
 from iris_pg.device_work import StreamWork
 from iris_pg.errors import ArgumentError
 from iris_pg.transport import Key, Transport
 from iris_pg.work import IrisWork, Together
+
+if TYPE_CHECKING:
+    from iris_pg.device_transport import DeviceTransport
 
 Tensor = torch.Tensor
 

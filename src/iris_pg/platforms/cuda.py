@@ -9,10 +9,11 @@ under numbers of its own (CUDA_VISIBLE_DEVICES): what identifies one is its UUID
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -245,6 +246,20 @@ def unregister(address: int) -> None:
     _call("cuMemHostUnregister", address)
 
 
+@contextlib.contextmanager
+def outside_of_capture() -> Iterator[None]:
+    """Let this thread do what a graph cannot hold, loading kernels for instance, while it captures one; nothing that is
+    done here becomes part of it.
+    """
+    driver = _driver()
+    relaxed = driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
+    before = _call("cuThreadExchangeStreamCaptureMode", relaxed)
+    try:
+        yield
+    finally:
+        _call("cuThreadExchangeStreamCaptureMode", before)
+
+
 # Streams --------------------------------------------------------------------------------------------------------------
 
 
@@ -350,6 +365,42 @@ def _parameters(ops: Sequence[FlagOp]) -> list[Any]:
     return [parameter(op) for op in ops]
 
 
+class SecondStream:
+    """A stream beside the one of an operation.
+
+    Args:
+        raw: its handle. It is used for one operation at a time.
+    """
+
+    def __init__(self, raw: int) -> None:
+        driver = _driver()
+        self._stream = driver.CUstream(raw)
+        untimed = int(driver.CUevent_flags.CU_EVENT_DISABLE_TIMING)
+        self._forked, self._joined = events = _call("cuEventCreate", untimed), _call("cuEventCreate", untimed)
+        end = weakref.finalize(self, _destroy_events, events, os.getpid())
+        end.atexit = False
+
+    def begin(self, stream: Any) -> None:
+        """Let it wait for what ``stream`` has been told."""
+        _call("cuEventRecord", self._forked, stream)
+        _call("cuStreamWaitEvent", self._stream, self._forked, 0)
+
+    def end(self, stream: Any) -> None:
+        """Let ``stream`` wait for it."""
+        _call("cuEventRecord", self._joined, self._stream)
+        _call("cuStreamWaitEvent", stream, self._joined, 0)
+
+    def beside(self, launch: Launch) -> Launch:
+        """Return what does the same on this stream, whatever stream it is given."""
+        return lambda stream: launch(self._stream)
+
+
+def _destroy_events(events: Sequence[Any], process: int) -> None:
+    if os.getpid() == process:
+        for event in events:
+            _call("cuEventDestroy", event)
+
+
 def write(stream: Any, address: int, value: int) -> None:
     """Let a stream write a 32-bit word, after all that it did before."""
     _call("cuStreamWriteValue32", stream, address, value, 0)
@@ -361,10 +412,12 @@ __all__ = [
     "FlagCalls",
     "FlagOp",
     "Launch",
+    "SecondStream",
     "can_reach",
     "copy",
     "copy_2d",
     "initialise",
+    "outside_of_capture",
     "register",
     "stream_handle",
     "unregister",
