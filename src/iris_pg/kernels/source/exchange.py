@@ -1,0 +1,214 @@
+"""Messages between tensors anywhere, through landing slots at the receiver.
+
+Round i of a CTA: it sends chunk i of every message and copies out chunk i - 2 of those that come to it, in one loop, so
+that the link and the memory are busy at once. Chunk s goes into slot s mod 4 of its sender and CTA. When may a slot be
+written again?
+
+* ``CREDITS``: when the receiver has raised DRAINED for what was in it. Any pattern of messages.
+* Else every rank takes part with every other, in the same number of rounds, and no rank reports back. Before a rank
+  sends s it has waited for chunk s - 2 of every peer, whose flag the peer raised after copying out s - 4.
+"""
+
+# mypy: ignore-errors
+
+import triton
+import triton.language as tl
+
+from .flags import (
+    ARRIVED,
+    COUNTERS,
+    DEAD,
+    DRAINED,
+    ROUND,
+    ROUNDS,
+    SENT,
+    TAKEN,
+    at,
+    await_all,
+    element,
+    flags_here,
+    flags_there,
+    pick,
+    raise_all,
+)
+from .move import chunk_of, chunks_of, copy_three, rounds_of
+
+SLOTS = tl.constexpr(4)
+
+
+@triton.jit
+def slot_at(landing, sender, cta, ctas, number, slot_bytes):
+    """Return the offset in a segment of the slot of a CTA of `sender` for its chunk `number`."""
+    return landing + ((sender * ctas + cta) * SLOTS + (number & (SLOTS - 1))) * slot_bytes
+
+
+@triton.jit
+def exchange(
+    bases,  # addresses [world] at which the segments are mapped here
+    sends,  # addresses [world] of what this rank sends to each peer
+    send_bytes,  # [world]; 0 for no message
+    receives,  # addresses [world] of where each peer's message goes
+    receive_bytes,  # [world]
+    own_source,
+    own_target,
+    own_bytes,  # this rank's own part; 0 for none
+    longest,  # bytes of the longest of all these
+    flags,  # offset in a segment of the flags
+    landing,  # offset in a segment of the slots
+    slot_bytes,  # of a slot, a multiple of 16
+    counters,  # address of int32 [ctas, COUNTERS, world]
+    words,  # address of int32 [WAITING + ctas]
+    rank,
+    ctas,  # most CTAs of a launch
+    least,  # least bytes of a message for a CTA
+    limit_ns,  # deadline of one wait
+    world: tl.constexpr,
+    LANES: tl.constexpr,  # a power of two, 2 or more, not less than world
+    BLOCK: tl.constexpr,  # lanes of a copy
+    WORD: tl.constexpr,  # all addresses are multiples of it
+    CREDITS: tl.constexpr,
+    POLLS: tl.constexpr,  # polls of a flag between looks at the clock
+    PLATFORM: tl.constexpr,
+):
+    """Move messages between tensors anywhere."""
+    cta = tl.program_id(0).to(tl.int64)
+    lane = tl.arange(0, LANES)
+    others = (lane < world) & (lane != rank)
+    counters = at(counters, tl.int32) + cta * COUNTERS * world
+    words = at(words, tl.int32)
+    alive = tl.load(counters + DEAD * world) == 0
+
+    out_bytes, in_bytes = pick(send_bytes, lane, world), pick(receive_bytes, lane, world)
+    sent, taken = counts(counters, lane, others, world, CREDITS)
+    rounds = rounds_of(longest, ctas, least, slot_bytes)
+    lag = tl.minimum(rounds, 2)
+    mine = pick(bases, rank, world)
+
+    for i in range(0, rounds + lag):
+        j = i - lag
+        alive, sending, taking = await_round(
+            *(i, j, rounds, sent, taken, out_bytes, in_bytes, bases, flags, slot_bytes, lane, others, cta, counters),
+            *(words, rank, ctas, least, limit_ns, alive, world, CREDITS, POLLS, PLATFORM),
+        )
+        if alive:
+            for k in range(0 if world == 1 else 1, world):
+                peer = (rank + k) % world
+                nbytes = pick(send_bytes, peer, world)
+                first, n = chunk_of(nbytes, cta, i, ctas, least, slot_bytes)
+                source = pick(sends, peer, world) + first
+                there = slot_at(landing, rank, cta, ctas, element(sent + i, lane, peer), slot_bytes)
+                nbytes = pick(receive_bytes, peer, world)
+                first_in, n_in = chunk_of(nbytes, cta, j, ctas, least, slot_bytes)
+                here = mine + slot_at(landing, peer, cta, ctas, element(taken + j, lane, peer), slot_bytes)
+                first_own, n_own = chunk_of(own_bytes, cta, i, ctas, least, slot_bytes)
+                copy_three(
+                    *(source, pick(bases, peer, world) + there, n),
+                    *(here, pick(receives, peer, world) + first_in, n_in),
+                    *(own_source + first_own, own_target + first_own, tl.where(k <= 1, n_own, 0)),
+                    *(BLOCK, WORD),
+                )
+            raise_round(i, sent, taken, j, bases, flags, lane, sending, taking, cta, rank, world, CREDITS)
+    count(
+        *(counters, sent, taken, out_bytes, in_bytes, cta, ctas, least, slot_bytes, rounds, lane, others),
+        *(world, CREDITS),
+    )
+
+
+@triton.jit
+def counts(counters, lane, others, world: tl.constexpr, CREDITS: tl.constexpr):
+    """Return how many chunks went to and came from each peer so far [lanes]."""
+    if CREDITS:
+        sent = tl.load(counters + SENT * world + lane, mask=others, other=0)
+        taken = tl.load(counters + TAKEN * world + lane, mask=others, other=0)
+    else:
+        sent = tl.load(counters + ROUNDS * world) + lane * 0
+        taken = sent
+    return sent, taken
+
+
+@triton.jit
+def await_round(
+    i,
+    j,
+    rounds,
+    sent,
+    taken,
+    out_bytes,
+    in_bytes,
+    bases,
+    flags,
+    slot_bytes,
+    lane,
+    others,
+    cta,
+    counters,
+    words,
+    rank,
+    ctas,
+    least,
+    limit_ns,
+    alive,
+    world: tl.constexpr,
+    CREDITS: tl.constexpr,
+    POLLS: tl.constexpr,
+    PLATFORM: tl.constexpr,
+):
+    """Wait until chunk i may be sent and chunk j has come; return whether alive, and to and from whom [lanes] they go."""
+    sending, taking = others & (i < rounds), others & (j >= 0)
+    if CREDITS:
+        _, n = chunk_of(out_bytes, cta, i, ctas, least, slot_bytes)
+        sending = sending & (n > 0)
+        _, n = chunk_of(in_bytes, cta, j, ctas, least, slot_bytes)
+        taking = taking & (n > 0)
+        if i < rounds:
+            drained = flags_here(bases, flags, cta, DRAINED, lane, rank, world)
+            target = sent + i - (SLOTS - 1)
+            alive = await_all(
+                *(drained, target, sending, lane, cta, counters, words, i, limit_ns, alive, world, POLLS, PLATFORM)
+            )
+    if j >= 0:
+        arrived = flags_here(bases, flags, cta, ARRIVED if CREDITS else ROUND, lane, rank, world)
+        target = taken + j + 1
+        alive = await_all(
+            *(arrived, target, taking, lane, cta, counters, words, i, limit_ns, alive, world, POLLS, PLATFORM)
+        )
+    return alive, sending, taking
+
+
+@triton.jit
+def raise_round(
+    i, sent, taken, j, bases, flags, lane, sending, taking, cta, rank, world: tl.constexpr, CREDITS: tl.constexpr
+):
+    """Say that chunk i has been sent and chunk j copied out."""
+    there = flags_there(bases, flags, cta, ARRIVED if CREDITS else ROUND, lane, rank, world)
+    raise_all(there, sent + i + 1, sending)
+    if CREDITS:
+        if j >= 0:
+            raise_all(flags_there(bases, flags, cta, DRAINED, lane, rank, world), taken + j + 1, taking)
+
+
+@triton.jit
+def count(
+    counters,
+    sent,
+    taken,
+    out_bytes,
+    in_bytes,
+    cta,
+    ctas,
+    least,
+    slot_bytes,
+    rounds,
+    lane,
+    others,
+    world: tl.constexpr,
+    CREDITS: tl.constexpr,
+):
+    """Remember how many chunks went to and came from each peer."""
+    if CREDITS:
+        sent += chunks_of(out_bytes, cta, ctas, least, slot_bytes)
+        taken += chunks_of(in_bytes, cta, ctas, least, slot_bytes)
+        tl.store(counters + SENT * world + lane, sent, mask=others)
+        tl.store(counters + TAKEN * world + lane, taken, mask=others)
+    else:
+        tl.store(counters + ROUNDS * world + lane, sent + rounds.to(tl.int32), mask=lane == 0)
