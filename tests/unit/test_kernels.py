@@ -96,7 +96,7 @@ def test_aligned_memory_is_accessed_16_bytes_at_a_time(name):
 
 
 def test_a_launch_is_the_same_kernel_for_every_message_of_its_kind():
-    """What differs from call to call is in the arguments; a kernel's constants are few, or there is no end to compiling."""
+    """What differs from call to call is in the arguments; its constants are few, or compiling has no end."""
     kinds = {
         (launch.kernel, *launch.constants.items())
         for nbytes in range(16, 8 << 20, 99_984)

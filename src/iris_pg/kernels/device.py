@@ -34,8 +34,8 @@ def one_shot_bytes(world: int) -> int:
 
 
 def slot_bytes_for(world: int) -> int:
-    """Return the size of a landing slot: a CTA writes one for each peer in a round, and rounds cost a microsecond or two
-    each. All slots of a CTA take 8 MiB.
+    """Return the size of a landing slot: a CTA writes one for each peer in a round, and a round costs a microsecond or
+    two. All slots of a CTA take 8 MiB.
     """
     return max((1 << 20) // world // 16 * 16, 1 << 16)
 
@@ -56,8 +56,8 @@ def gpu_limits(platform: str, comm_sms: int) -> Limits:
 
 
 class DeviceKernels:
-    """Launches exchanges of one rank on a GPU. Launches of a group follow each other on the GPU: the caller orders them,
-    in the same order on every rank.
+    """Launches exchanges of one rank on a GPU. Launches of a group follow each other on the GPU: the caller orders
+    them, in the same order on every rank.
 
     Args:
         rank, world: of the group.
@@ -144,8 +144,8 @@ class DeviceKernels:
         """
         if (late := self.late) is not None:
             raise DeadlineError(
-                f"rank {self._launches.rank}: a kernel of the cu engine waited {self.timeout_s} s for rank {late}, which "
-                "did not come or is in another operation; look at what that rank does, or raise the timeout"
+                f"rank {self._launches.rank}: a kernel of the cu engine waited {self.timeout_s} s for rank {late}, "
+                "which did not come or is in another operation; look at what that rank does, or raise the timeout"
             )
 
     def abort(self) -> None:
@@ -168,7 +168,7 @@ def _compile(device: torch.device, name: str, world: int, warps: int, *constants
 
 
 def source_of(name: str, world: int, constants: dict[str, Any]) -> dict[str, Any]:
-    """Return the arguments of Triton's ASTSource for a kernel. Its constants come last, in the order of ``constants``."""
+    """Return the arguments of Triton's ASTSource for a kernel; its constants are its last arguments."""
     fn = getattr(kernels(interpreted=False), name)
     types: dict[str, Any] = {}
     for argument in fn.arg_names:

@@ -153,7 +153,7 @@ def await_round(
     POLLS: tl.constexpr,
     PLATFORM: tl.constexpr,
 ):
-    """Wait until chunk i may be sent and chunk j has come; return whether alive, and to and from whom [lanes] they go."""
+    """Wait until chunk i may be sent and chunk j has come; return whether alive, and to and from whom they go."""
     sending, taking = others & (i < rounds), others & (j >= 0)
     if CREDITS:
         _, n = chunk_of(out_bytes, cta, i, ctas, least, slot_bytes)

@@ -7,7 +7,6 @@ import triton.language as tl
 
 from .flags import at, pick
 
-
 # Least bytes of a chunk, unless a message is shorter; and into how many a CTA's share is cut before they get longer.
 CHUNK = tl.constexpr(1 << 16)
 CHUNKS = tl.constexpr(4)
@@ -90,7 +89,7 @@ def copy_three(
     BLOCK: tl.constexpr,
     WORD: tl.constexpr,
 ):
-    """Copy three times n bytes between addresses that are multiples of WORD; the loads of all are on their way at once."""
+    """Copy three times n bytes between addresses that are multiples of WORD; the loads of all are issued together."""
     TYPE: tl.constexpr = tl.core.get_int_dtype(min(WORD, 8) * 8, signed=True)
     PER_WORD: tl.constexpr = WORD // min(WORD, 8)
     lane = tl.arange(0, BLOCK)
