@@ -187,7 +187,7 @@ class Launches:
         )
         if to_all and first and own_bytes:
             to_all = own_source == first.address and own_bytes == first.nbytes
-        tail = (self.counters, self.words, self.rank, limits.ctas)
+        tail: tuple[int, ...] = (self.counters, self.words, self.rank, limits.ctas)
         constants: dict[str, Any] = dict(self._common)
         size = 1
         if reduction is not None:
@@ -202,7 +202,16 @@ class Launches:
             slots = (self.word_slots, 8 * WORD_LANES)
             ctas = -(-longest // (4 * lanes))
             if reduction is not None:
-                arguments = (self.bases, tuple(sends), longest, own_source, own_target, *slots, *tail, limit_ns)
+                arguments: tuple[Any, ...] = (
+                    self.bases,
+                    tuple(sends),
+                    longest,
+                    own_source,
+                    own_target,
+                    *slots,
+                    *tail,
+                    limit_ns,
+                )
                 return Launch("reduce_words", ctas, arguments, constants, warps)
             arguments = (self.bases, tuple(sends), tuple(receives), longest, *own, *slots, *tail, limit_ns)
             return Launch("exchange_words", ctas, arguments, constants, warps)

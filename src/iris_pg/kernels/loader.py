@@ -1,7 +1,7 @@
 """Loads the cu engine's kernels: compiled for a GPU, or in Triton's interpreter for a CPU, in one process side by side.
 
 Triton decides how a kernel runs when ``@triton.jit`` sees it, from one process-wide setting. So the package of kernels
-is loaded once per way, each with the setting it needs for that moment, and the user sets nothing and nothing else in the
+is loaded once per way, each with the setting it needs for that moment; the user sets nothing, and nothing else in the
 process is changed.
 """
 

@@ -14,14 +14,14 @@ They serve every operation: an all-gather sends the same bytes to all peers, a b
 What all rely on:
 
 * Flags are counters in the symmetric heap, one for each (CTA, pair of ranks, direction), with one writer and one
-  reader. How many messages there were lies in memory of this rank (device-resident epochs), so nothing about a launch depends
-  on how many went before, and a replayed launch is right too. They wrap: comparisons look at the sign of a 32-bit
-  difference.
+  reader. How many messages there were lies in memory of this rank (device-resident epochs), so nothing about a launch
+  depends on how many went before, and a replayed launch is right too. They wrap: comparisons look at the sign of a
+  32-bit difference.
 * Order: all stores of a CTA, a CTA barrier, then a release at system scope on the flag. A waiter acquires at system
   scope, then comes a CTA barrier. One lane for each peer does it, so all peers cost what one does.
 * Every CTA moves its own share of every message and waits only for the same CTA of its peers. Launches of a group
-  follow each other on every rank, in the same order; no other launch can hold them up for good, however many CTAs of this one
-  are resident.
+  follow each other on every rank, in the same order; no other launch can hold them up for good, however many CTAs of
+  this one are resident.
 * A wait that lasts looks at the clock and at the ``ABORT`` word; either ends it. Then the CTA is dead: this launch and
   later ones do nothing more in it.
 """

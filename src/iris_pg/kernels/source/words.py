@@ -1,8 +1,8 @@
 """Small messages between all ranks, in words that carry their own flag.
 
 A word is 8 bytes, written and read at once: 4 bytes of the message, and the number of the launch. The receiver polls
-the words themselves, so the sender needs no fence and no flag of its own, and what a message takes is one way across the
-link. It is twice the bytes: for small messages.
+the words themselves, so the sender needs no fence and no flag of its own, and what a message takes is one way across
+the link. It is twice the bytes: for small messages.
 
 Every rank sends as much to every other, at least a word for each CTA. There are two slots, for even and odd launches:
 a rank that has had the words of launch e from its peer knows that the peer has read those of e - 1, and may write
