@@ -23,6 +23,7 @@ from iris_pg.platforms.atomics import atomics
 
 DEFAULT_COMM_SMS = 32
 _NARROW = ("rank",)  # arguments of 32 bits; all others have 64
+_TUPLES = (*("bases", "sends", "send_bytes", "send_shares", "receives", "receive_bytes", "receive_shares", "places"),)
 
 
 def one_shot_bytes(world: int) -> int:
@@ -172,7 +173,7 @@ def source_of(name: str, world: int, constants: dict[str, Any]) -> dict[str, Any
     fn = getattr(kernels(interpreted=False), name)
     types: dict[str, Any] = {}
     for argument in fn.arg_names:
-        is_tuple = argument in ("bases", "sends", "send_bytes", "receives", "receive_bytes", "places")
+        is_tuple = argument in _TUPLES
         types[argument] = (
             "constexpr"
             if argument in constants

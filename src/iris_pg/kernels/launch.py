@@ -157,6 +157,8 @@ class Launches:
         self.credit_slots, self.round_slots, self.word_slots = landing, landing + credits, landing + credits + rounds
         platform = getattr(kernels(interpreted=True), limits.platform).value
         self._common = dict(world=world, POLLS=limits.polls, PLATFORM=platform)
+        source = kernels(interpreted=True)
+        self._chunk, self._chunks = source.CHUNK.value, source.CHUNKS.value
         self._lanes = max(2, 1 << (world - 1).bit_length())
         self._words_bytes = min(limits.words_bytes, limits.ctas * WORD_LANES * 4)
 
@@ -224,25 +226,40 @@ class Launches:
                 low |= place
         credits = not symmetric
         constants |= dict(LANES=self._lanes, BLOCK=self._block(longest), WORD=max(_word(low), size))
-        tail = (*tail, limits.least_bytes, limit_ns)
-        ctas = max(map(self._ctas, (own_bytes, *send_bytes, *receive_bytes)))
-        messages = (self.bases, tuple(sends), tuple(send_bytes))
+        # All ranks know the longest message of a symmetric exchange, and else the two ranks of a message know that one.
+        sizes = (own_bytes, *send_bytes, *receive_bytes)
+        if symmetric:
+            shares = [self._share(longest)] * len(sizes)
+        else:
+            shares = [self._share(n) for n in sizes]
+        ctas = max(1, *(-(-n // share) for n, share in zip(sizes, shares, strict=True)))
+        own_share, send_shares, receive_shares = shares[0], tuple(shares[1 : world + 1]), tuple(shares[world + 1 :])
+        own_part = (*own, own_share)
+        messages = (self.bases, tuple(sends), tuple(send_bytes), send_shares)
         if pushes:
             constants["TO_ALL"] = to_all
-            arguments = (*messages, tuple(places), tuple(receive_bytes), *own, self.flags, *tail)
+            tail = (self.flags, self.counters, self.words, self.rank, limit_ns)
+            arguments = (*messages, tuple(places), tuple(receive_bytes), receive_shares, *own_part, *tail)
             return Launch("push", ctas, arguments, constants, limits.warps)
         constants["CREDITS"] = credits
-        tail = (longest, self.flags, self.credit_slots if credits else self.round_slots, self.slot_bytes, *tail)
+        slots = (self.credit_slots if credits else self.round_slots, self.slot_bytes)
+        tail = (self._rounds(longest), self.flags, *slots, *tail, limit_ns)
         if reduction is not None:
-            return Launch("reduce", ctas, (*messages, *own, *tail), constants, limits.warps)
-        arguments = (*messages, tuple(receives), tuple(receive_bytes), *own, *tail)
+            return Launch("reduce", ctas, (*messages, *own_part, *tail), constants, limits.warps)
+        constants["TO_ALL"] = to_all and own_bytes > 0
+        arguments = (*messages, tuple(receives), tuple(receive_bytes), receive_shares, *own_part, *tail)
         return Launch("exchange", ctas, arguments, constants, limits.warps)
 
-    def _ctas(self, nbytes: int) -> int:
-        """Return how many CTAs have a share of a message, as ``share_of`` in the kernels has it."""
+    def _share(self, nbytes: int) -> int:
+        """Return how many bytes of a message a CTA moves, a multiple of 16."""
         ctas, least = self.limits.ctas, self.limits.least_bytes
-        share = max((nbytes + ctas * 16 - 1) // (ctas * 16) * 16, least)
-        return max(-(-nbytes // share), 1)
+        return max((nbytes + ctas * 16 - 1) // (ctas * 16) * 16, least)
+
+    def _rounds(self, nbytes: int) -> int:
+        """Return into how many chunks a CTA cuts its share of a message; a longer message has no fewer."""
+        share = self._share(nbytes)
+        cut = min(max((share + self._chunks * 16 - 1) // (self._chunks * 16) * 16, self._chunk), self.slot_bytes)
+        return -(-min(share, nbytes) // cut)
 
     def _block(self, longest: int) -> int:
         lanes = self.limits.lanes

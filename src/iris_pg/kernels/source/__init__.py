@@ -30,6 +30,7 @@ What all rely on:
 
 from .exchange import exchange
 from .flags import ABORT, COUNTERS, CUDA, ERROR, FLAGS, HIP, INTERPRETED, LINE, WAITING
+from .move import CHUNK, CHUNKS
 from .push import push
 from .reduce import AVG, BAND, BOR, BXOR, MAX, MIN, PRODUCT, SUM, reduce
 from .words import exchange_words, reduce_words
@@ -40,6 +41,8 @@ __all__ = [
     "BAND",
     "BOR",
     "BXOR",
+    "CHUNK",
+    "CHUNKS",
     "COUNTERS",
     "CUDA",
     "ERROR",

@@ -31,7 +31,7 @@ from .flags import (
     pick,
     raise_all,
 )
-from .move import chunk_of, chunks_of, copy_three, rounds_of
+from .move import chunk_of, copy_both
 
 SLOTS = tl.constexpr(4)
 
@@ -47,12 +47,15 @@ def exchange(
     bases,  # addresses [world] at which the segments are mapped here
     sends,  # addresses [world] of what this rank sends to each peer
     send_bytes,  # [world]; 0 for no message
+    send_shares,  # [world]; bytes of each message that a CTA moves, multiples of 16; its two ranks give the same
     receives,  # addresses [world] of where each peer's message goes
     receive_bytes,  # [world]
+    receive_shares,  # [world]
     own_source,
     own_target,
     own_bytes,  # this rank's own part; 0 for none
-    longest,  # bytes of the longest of all these
+    own_share,
+    rounds,  # most chunks of a share of any of these
     flags,  # offset in a segment of the flags
     landing,  # offset in a segment of the slots
     slot_bytes,  # of a slot, a multiple of 16
@@ -60,12 +63,12 @@ def exchange(
     words,  # address of int32 [WAITING + ctas]
     rank,
     ctas,  # most CTAs of a launch
-    least,  # least bytes of a message for a CTA
     limit_ns,  # deadline of one wait
     world: tl.constexpr,
     LANES: tl.constexpr,  # a power of two, 2 or more, not less than world
     BLOCK: tl.constexpr,  # lanes of a copy
-    WORD: tl.constexpr,  # all addresses are multiples of it
+    WORD: tl.constexpr,  # 1, 2, 4 or 16: all addresses are multiples of it
+    TO_ALL: tl.constexpr,  # the own part is what goes to every peer
     CREDITS: tl.constexpr,
     POLLS: tl.constexpr,  # polls of a flag between looks at the clock
     PLATFORM: tl.constexpr,
@@ -78,40 +81,57 @@ def exchange(
     words = at(words, tl.int32)
     alive = tl.load(counters + DEAD * world) == 0
 
-    out_bytes, in_bytes = pick(send_bytes, lane, world), pick(receive_bytes, lane, world)
+    out_bytes, out_share = pick(send_bytes, lane, world), pick(send_shares, lane, world)
+    in_bytes, in_share = pick(receive_bytes, lane, world), pick(receive_shares, lane, world)
     sent, taken = counts(counters, lane, others, world, CREDITS)
-    rounds = rounds_of(longest, ctas, least, slot_bytes)
+    sent_now, taken_now = sent, taken
     lag = tl.minimum(rounds, 2)
     mine = pick(bases, rank, world)
 
     for i in range(0, rounds + lag):
         j = i - lag
+        _, all_out = chunk_of(out_bytes, out_share, cta, i, slot_bytes)
+        _, all_in = chunk_of(in_bytes, in_share, cta, j, slot_bytes)
         alive, sending, taking = await_round(
-            *(i, j, rounds, sent, taken, out_bytes, in_bytes, bases, flags, slot_bytes, lane, others, cta, counters),
-            *(words, rank, ctas, least, limit_ns, alive, world, CREDITS, POLLS, PLATFORM),
+            *(
+                i,
+                j,
+                rounds,
+                sent,
+                taken,
+                all_out,
+                all_in,
+                bases,
+                flags,
+                lane,
+                others,
+                cta,
+                counters,
+                words,
+                rank,
+                limit_ns,
+            ),
+            *(alive, world, CREDITS, POLLS, PLATFORM),
         )
         if alive:
             for k in range(0 if world == 1 else 1, world):
                 peer = (rank + k) % world
-                nbytes = pick(send_bytes, peer, world)
-                first, n = chunk_of(nbytes, cta, i, ctas, least, slot_bytes)
-                source = pick(sends, peer, world) + first
+                nbytes, share = pick(send_bytes, peer, world), pick(send_shares, peer, world)
+                first, n = chunk_of(nbytes, share, cta, i, slot_bytes)
                 there = slot_at(landing, rank, cta, ctas, element(sent + i, lane, peer), slot_bytes)
-                nbytes = pick(receive_bytes, peer, world)
-                first_in, n_in = chunk_of(nbytes, cta, j, ctas, least, slot_bytes)
-                here = mine + slot_at(landing, peer, cta, ctas, element(taken + j, lane, peer), slot_bytes)
-                first_own, n_own = chunk_of(own_bytes, cta, i, ctas, least, slot_bytes)
-                copy_three(
-                    *(source, pick(bases, peer, world) + there, n),
-                    *(here, pick(receives, peer, world) + first_in, n_in),
-                    *(own_source + first_own, own_target + first_own, tl.where(k <= 1, n_own, 0)),
-                    *(BLOCK, WORD),
+                nbytes, share = pick(receive_bytes, peer, world), pick(receive_shares, peer, world)
+                first_in, n_in = chunk_of(nbytes, share, cta, j, slot_bytes)
+                here = slot_at(landing, peer, cta, ctas, element(taken + j, lane, peer), slot_bytes)
+                first_own, n_own = chunk_of(own_bytes, own_share, cta, i, slot_bytes)
+                copy_both(
+                    *(pick(sends, peer, world) + first, pick(bases, peer, world) + there),
+                    *(own_source + first_own, own_target + first_own, tl.where(k <= 1, n_own, 0), n),
+                    *(mine + here, pick(receives, peer, world) + first_in, n_in, BLOCK, WORD, TO_ALL),
                 )
             raise_round(i, sent, taken, j, bases, flags, lane, sending, taking, cta, rank, world, CREDITS)
-    count(
-        *(counters, sent, taken, out_bytes, in_bytes, cta, ctas, least, slot_bytes, rounds, lane, others),
-        *(world, CREDITS),
-    )
+        sent_now += sending.to(tl.int32)
+        taken_now += taking.to(tl.int32)
+    count(counters, sent_now, taken_now, sent + rounds.to(tl.int32), lane, others, world, CREDITS)
 
 
 @triton.jit
@@ -133,19 +153,16 @@ def await_round(
     rounds,
     sent,
     taken,
-    out_bytes,
-    in_bytes,
+    n,  # bytes [lanes] that go and come in this round
+    n_in,
     bases,
     flags,
-    slot_bytes,
     lane,
     others,
     cta,
     counters,
     words,
     rank,
-    ctas,
-    least,
     limit_ns,
     alive,
     world: tl.constexpr,
@@ -156,10 +173,7 @@ def await_round(
     """Wait until chunk i may be sent and chunk j has come; return whether alive, and to and from whom they go."""
     sending, taking = others & (i < rounds), others & (j >= 0)
     if CREDITS:
-        _, n = chunk_of(out_bytes, cta, i, ctas, least, slot_bytes)
-        sending = sending & (n > 0)
-        _, n = chunk_of(in_bytes, cta, j, ctas, least, slot_bytes)
-        taking = taking & (n > 0)
+        sending, taking = sending & (n > 0), taking & (n_in > 0)
         if i < rounds:
             drained = flags_here(bases, flags, cta, DRAINED, lane, rank, world)
             target = sent + i - (SLOTS - 1)
@@ -188,27 +202,10 @@ def raise_round(
 
 
 @triton.jit
-def count(
-    counters,
-    sent,
-    taken,
-    out_bytes,
-    in_bytes,
-    cta,
-    ctas,
-    least,
-    slot_bytes,
-    rounds,
-    lane,
-    others,
-    world: tl.constexpr,
-    CREDITS: tl.constexpr,
-):
+def count(counters, sent, taken, round_number, lane, others, world: tl.constexpr, CREDITS: tl.constexpr):
     """Remember how many chunks went to and came from each peer."""
     if CREDITS:
-        sent += chunks_of(out_bytes, cta, ctas, least, slot_bytes)
-        taken += chunks_of(in_bytes, cta, ctas, least, slot_bytes)
         tl.store(counters + SENT * world + lane, sent, mask=others)
         tl.store(counters + TAKEN * world + lane, taken, mask=others)
     else:
-        tl.store(counters + ROUNDS * world + lane, sent + rounds.to(tl.int32), mask=lane == 0)
+        tl.store(counters + ROUNDS * world + lane, round_number, mask=lane == 0)

@@ -33,17 +33,18 @@ def push(
     bases,  # as for exchange, but:
     sends,
     send_bytes,
+    send_shares,
     places,  # addresses [world] of where this rank's messages go in the peers' outputs
     receive_bytes,
+    receive_shares,
     own_source,
     own_target,
     own_bytes,
+    own_share,
     flags,
     counters,
     words,
     rank,
-    ctas,
-    least,
     limit_ns,
     world: tl.constexpr,
     LANES: tl.constexpr,
@@ -62,8 +63,8 @@ def push(
     alive = tl.load(counters + DEAD * world) == 0
 
     out_bytes, in_bytes = pick(send_bytes, lane, world), pick(receive_bytes, lane, world)
-    _, n_out = part_of(out_bytes, cta, ctas, least)
-    _, n_in = part_of(in_bytes, cta, ctas, least)
+    _, n_out = part_of(out_bytes, pick(send_shares, lane, world), cta)
+    _, n_in = part_of(in_bytes, pick(receive_shares, lane, world), cta)
     writing, written = others & (n_out > 0), others & (n_in > 0)
     entered = tl.load(counters + ENTERED * world + lane, mask=written, other=0) + 1
     got = tl.load(counters + GOT * world + lane, mask=written, other=0) + 1
@@ -72,7 +73,7 @@ def push(
 
     raise_all(flags_there(bases, flags, cta, ENTER, lane, rank, world), entered, written & alive)
     if not TO_ALL:
-        first, n = part_of(own_bytes, cta, ctas, least)
+        first, n = part_of(own_bytes, own_share, cta)
         copy(own_source + first, own_target + first, n, BLOCK, WORD)
     enter = flags_here(bases, flags, cta, ENTER, lane, rank, world)
     alive = await_all(
@@ -82,14 +83,14 @@ def push(
         if TO_ALL:
             peer = (rank + 1) % world
             nbytes = pick(send_bytes, peer, world)
-            first, n = part_of(nbytes, cta, ctas, least)
+            first, n = part_of(nbytes, pick(send_shares, peer, world), cta)
             source = pick(sends, peer, world) + first
             copy_to_all(source, places, first, own_target + first, own_bytes > 0, n, rank, world, BLOCK, WORD)
         else:
             for k in range(1, world):
                 peer = (rank + k) % world
                 nbytes = pick(send_bytes, peer, world)
-                first, n = part_of(nbytes, cta, ctas, least)
+                first, n = part_of(nbytes, pick(send_shares, peer, world), cta)
                 copy(pick(sends, peer, world) + first, pick(places, peer, world) + first, n, BLOCK, WORD)
         raise_all(flags_there(bases, flags, cta, DONE, lane, rank, world), wrote, writing)
     done = flags_here(bases, flags, cta, DONE, lane, rank, world)

@@ -7,7 +7,7 @@ import triton.language as tl
 
 from .exchange import await_round, count, counts, raise_round, slot_at
 from .flags import COUNTERS, DEAD, at, element, greatest, pick
-from .move import aligned, chunk_of, copy_tail, rounds_of
+from .move import aligned, chunk_of, copy_tail, lanes_left
 
 # What is done with two elements, and with the last result.
 SUM = tl.constexpr(0)
@@ -74,18 +74,23 @@ def combine_block(
     OP: tl.constexpr,
 ):
     """Combine up to BLOCK elements from number `start` on, of `count`."""
-    index = start + tl.arange(0, BLOCK)
-    mask = index < count
+    SIZE: tl.constexpr = ELEMENT.primitive_bitwidth // 8
+    index = tl.arange(0, BLOCK)
+    mask = index < lanes_left(count, start, BLOCK)
     result = tl.full([BLOCK], 0, ACCUMULATOR)
     for peer in tl.static_range(world):
         place = slots + slot_at(landing, peer, cta, ctas, element(numbers, lane, peer), slot_bytes)
-        source = tl.where(rank == peer, own_source, place)
+        source = tl.where(rank == peer, own_source, place) + start * SIZE
         value = tl.load(aligned(source, ELEMENT, WORD) + index, mask=mask).to(ACCUMULATOR)
         if peer == 0:
             result = value
         else:
             result = combine(result, value, OP)
-    tl.store(aligned(own_target, ELEMENT, WORD) + index, finish(result, world, ELEMENT, ACCUMULATOR, OP), mask=mask)
+    tl.store(
+        aligned(own_target + start * SIZE, ELEMENT, WORD) + index,
+        finish(result, world, ELEMENT, ACCUMULATOR, OP),
+        mask=mask,
+    )
 
 
 @triton.jit
@@ -93,10 +98,10 @@ def copy_block(source, target, n, start, BLOCK: tl.constexpr, WORD: tl.constexpr
     """Copy up to BLOCK bytes of n from byte ``start`` on, a multiple of BLOCK."""
     LANE: tl.constexpr = min(WORD, 8)
     TYPE: tl.constexpr = tl.core.get_int_dtype(LANE * 8, signed=True)
-    index = start // LANE + tl.arange(0, BLOCK // LANE)
-    mask = index < n // WORD * (WORD // LANE)
-    value = tl.load(aligned(source, TYPE, WORD) + index, mask=mask)
-    tl.store(aligned(target, TYPE, WORD) + index, value, mask=mask)
+    lane = tl.arange(0, BLOCK // LANE)
+    mask = lane < lanes_left(n // WORD * (WORD // LANE), start // LANE, BLOCK // LANE)
+    value = tl.load(aligned(source + start, TYPE, WORD) + lane, mask=mask)
+    tl.store(aligned(target + start, TYPE, WORD) + lane, value, mask=mask)
 
 
 @triton.jit
@@ -104,10 +109,12 @@ def reduce(
     bases,  # as for exchange, but:
     sends,
     send_bytes,
+    send_shares,
     own_source,
     own_target,
     own_bytes,  # this rank's operand: as long as what it receives from each peer; 0 when it receives nothing
-    longest,
+    own_share,
+    rounds,
     flags,
     landing,
     slot_bytes,
@@ -115,7 +122,6 @@ def reduce(
     words,
     rank,
     ctas,
-    least,
     limit_ns,
     world: tl.constexpr,
     LANES: tl.constexpr,
@@ -138,27 +144,45 @@ def reduce(
 
     SIZE: tl.constexpr = ELEMENT.primitive_bitwidth // 8
     STEP: tl.constexpr = max(BLOCK * 8 // LANES, 128)  # bytes of each operand in one block
-    out_bytes, in_bytes = pick(send_bytes, lane, world), own_bytes + lane * 0
+    out_bytes, out_share = pick(send_bytes, lane, world), pick(send_shares, lane, world)
     sent, taken = counts(counters, lane, others, world, CREDITS)
-    rounds = rounds_of(longest, ctas, least, slot_bytes)
+    sent_now, taken_now = sent, taken
     lag = tl.minimum(rounds, 2)
     slots = pick(bases, rank, world)
 
     for i in range(0, rounds + lag):
         j = i - lag
+        _, all_out = chunk_of(out_bytes, out_share, cta, i, slot_bytes)
+        first_in, n_in = chunk_of(own_bytes, own_share, cta, j, slot_bytes)
         alive, sending, taking = await_round(
-            *(i, j, rounds, sent, taken, out_bytes, in_bytes, bases, flags, slot_bytes, lane, others, cta, counters),
-            *(words, rank, ctas, least, limit_ns, alive, world, CREDITS, POLLS, PLATFORM),
+            *(
+                i,
+                j,
+                rounds,
+                sent,
+                taken,
+                all_out,
+                n_in,
+                bases,
+                flags,
+                lane,
+                others,
+                cta,
+                counters,
+                words,
+                rank,
+                limit_ns,
+            ),
+            *(alive, world, CREDITS, POLLS, PLATFORM),
         )
         if alive:
-            _, n_out = chunk_of(out_bytes, cta, i, ctas, least, slot_bytes)
-            first_in, n_in = chunk_of(own_bytes, cta, j, ctas, least, slot_bytes)
             source, target = own_source + first_in, own_target + first_in
             whole = n_in // 16 * (16 // SIZE)
-            for start in range(0, tl.maximum(greatest(n_out), n_in), STEP):
+            for start in range(0, tl.maximum(greatest(all_out), n_in), STEP):
                 for k in range(1, world):
                     peer = (rank + k) % world
-                    first, n = chunk_of(pick(send_bytes, peer, world), cta, i, ctas, least, slot_bytes)
+                    nbytes, share = pick(send_bytes, peer, world), pick(send_shares, peer, world)
+                    first, n = chunk_of(nbytes, share, cta, i, slot_bytes)
                     place = slot_at(landing, rank, cta, ctas, element(sent + i, lane, peer), slot_bytes)
                     copy_block(pick(sends, peer, world) + first, pick(bases, peer, world) + place, n, start, STEP, WORD)
                 combine_block(
@@ -167,7 +191,8 @@ def reduce(
                 )
             for k in range(1, world):
                 peer = (rank + k) % world
-                first, n = chunk_of(pick(send_bytes, peer, world), cta, i, ctas, least, slot_bytes)
+                nbytes, share = pick(send_bytes, peer, world), pick(send_shares, peer, world)
+                first, n = chunk_of(nbytes, share, cta, i, slot_bytes)
                 place = slot_at(landing, rank, cta, ctas, element(sent + i, lane, peer), slot_bytes)
                 copy_tail(pick(sends, peer, world) + first, pick(bases, peer, world) + place, n, WORD)
             if whole < n_in // SIZE:
@@ -176,7 +201,6 @@ def reduce(
                     *(ctas, world, 16, SIZE, ELEMENT, ACCUMULATOR, OP),
                 )
             raise_round(i, sent, taken, j, bases, flags, lane, sending, taking, cta, rank, world, CREDITS)
-    count(
-        *(counters, sent, taken, out_bytes, in_bytes, cta, ctas, least, slot_bytes, rounds, lane, others),
-        *(world, CREDITS),
-    )
+        sent_now += sending.to(tl.int32)
+        taken_now += taking.to(tl.int32)
+    count(counters, sent_now, taken_now, sent + rounds.to(tl.int32), lane, others, world, CREDITS)
