@@ -77,12 +77,11 @@ class DeviceCopies:
         self._programs: OrderedDict[Hashable, Program] = OrderedDict()
         self._prepared: OrderedDict[Hashable, Prepared] = OrderedDict()
 
-    def areas(self) -> dict[str, int]:
+    def areas(self, only_messages: bool = False) -> dict[str, int]:
         """Return name -> nbytes of what it takes in the heap."""
-        slots = dict(pairs=SLOTS, mail=MAIL_SLOTS)
-        return dict(staging=SLOTS * self.chunk_bytes) | {
-            name: count * self.world * self.pair_bytes for name, count in slots.items()
-        }
+        pairs = self.world * self.pair_bytes
+        mail = dict(mail=MAIL_SLOTS * pairs)
+        return mail if only_messages else dict(staging=SLOTS * self.chunk_bytes, pairs=SLOTS * pairs) | mail
 
     def use(self, heap: SymmetricHeap) -> None:
         """Use a heap, which has the :meth:`areas`."""

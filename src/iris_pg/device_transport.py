@@ -29,6 +29,7 @@ from iris_pg.collectives.barrier import barrier
 from iris_pg.collectives.flow import Flow, Fold
 from iris_pg.collectives.setting import Setting
 from iris_pg.device_copies import DeviceCopies, Prepared
+from iris_pg.device_exchanges import DeviceExchanges, PreparedExchanges, has_reduction
 from iris_pg.device_page import DevicePage
 from iris_pg.device_watchdog import Captured, Watchdog
 from iris_pg.device_work import Held, Lane, StreamWork, raw_stream, stream_of
@@ -37,7 +38,7 @@ from iris_pg.flags import MAIL_SLOTS
 from iris_pg.memory.heap import SymmetricHeap
 from iris_pg.memory.sharing import Links
 from iris_pg.options import Options
-from iris_pg.planner import engine_for
+from iris_pg.planner import engine_for, uses_kernels, words_of_table
 from iris_pg.platforms import cuda
 from iris_pg.program import Program
 from iris_pg.transport import BARRIER
@@ -76,8 +77,17 @@ class DeviceTransport:
         # Words: collectives, messages to each rank, messages from each rank, graphs.
         self._page = page = DevicePage(links, 2 + 2 * self.world)
         self._copies = DeviceCopies(page, device, self._chunk_bytes)
-        self.heap = self.tensors = SymmetricHeap(links, options.heap_bytes, self._copies.areas(), memory)
+        self._requested = options.engine
+        self._exchanges = None if self._requested == "sdma" else DeviceExchanges(page, device)
+        areas = self._copies.areas(only_messages=self._requested == "cu")
+        if self._exchanges:
+            areas |= self._exchanges.areas()
+        self.heap = self.tensors = SymmetricHeap(links, options.heap_bytes, areas, memory)
         self._copies.use(self.heap)
+        self._uses_kernels: dict[Key, bool] = {}
+        if self._exchanges:
+            self._exchanges.use(self.heap, timeout_s)
+            links.exchange({}, what="create the cu engine for CUDA tensors")
         self._lane = Lane(page.reader(0), lambda peer: page.word_of(peer, 0))
         graphs = 1 + 2 * self.world
         self._captured = Captured(page.reader(graphs), page.address_of_word(graphs))
@@ -89,7 +99,8 @@ class DeviceTransport:
         self._mail: dict[tuple[str, int], _MailLane] = {}
         self._handles: dict[int, Any] = {}
         self._is_fork = self._is_closed = False
-        looked_after = (self.watch, page, self._lanes, self._captured, self._lock)
+        kernels = self._exchanges.kernels if self._exchanges else None
+        looked_after = (self.watch, page, self._lanes, self._captured, self._lock, kernels)
         self._watchdog = Watchdog(*looked_after, timeout_s, f"iris_pg {links.group} watchdog")
         _open_transports.add(self)
 
@@ -154,16 +165,23 @@ class DeviceTransport:
                 given = (key, local, flow, names, addresses, outputs, asynchronous, keep, after, program, blocks)
                 return self.perform(*given)
         with self._lock:
+            watch = self.watch
+            watch.check_open()
             captures = torch._C._cuda_isCurrentStreamCapturing()
-            sequence = self.watch.begin(key)
+            # Before anyone is told that the operation has begun: what is wrong with it is an error and no more.
+            where_to = names, tuple(addresses)
+            prepared: Prepared | PreparedExchanges
+            if self._exchanges and not program and self._is_for_kernels(key, local, flow):
+                prepared = self._exchanges.operation(key, local, flow, *where_to)
+            else:
+                number = watch.sequence + 1
+                prepared = self._copies.operation(key, local, number, flow, program, *where_to, captures)
+            watch.begin(key)
             try:
-                prepared = self._copies.operation(
-                    key, local, sequence, flow, program, names, tuple(addresses), captures
-                )
                 if captures:
                     return self._capture(key, prepared, outputs, after)
-                self.watch.submitting(key)
-                self.watch.submitted(self._lane.count + 1)
+                watch.submitting(key)
+                watch.submitted(self._lane.count + 1)
                 current = raw_stream(self.device)
                 event = held = None
                 if asynchronous:
@@ -179,15 +197,35 @@ class DeviceTransport:
                     self._follow(raw, False)
                     prepared.launch(self._handle(raw), self._lane.next, after)
             except BaseException as error:  # peers wait for an operation that this rank may have begun by half
-                self.watch.give_up(error)
+                watch.give_up(error)
                 raise
             work = StreamWork(outputs, self.device, raw, event, self._failed_with, held, blocks)
             self._lane.add(key, prepared.program, held)
             self._lane.oldest()
             return work
 
+    def _is_for_kernels(self, key: Key, local: Any, flow: Callable[[Key, Any], Flow | Fold]) -> bool:
+        """Return whether an operation is of the cu engine; all ranks decide alike."""
+        answer = self._uses_kernels.get(key)
+        if answer is None:
+            if len(self._uses_kernels) > 4096:
+                self._uses_kernels.clear()
+            made = flow(key, local)
+            parts = made.operands if isinstance(made, Fold) else (*made.sends, *made.receives)
+            nbytes = max((part.nbytes for part in parts), default=0)
+            answer = uses_kernels(self._requested, str(key[0]), nbytes)
+            if self._requested == "auto" and isinstance(made, Fold) and not has_reduction(made.op, made.dtype):
+                answer = False
+            self._uses_kernels[key] = answer
+        return answer
+
     def _capture(
-        self, key: Key, prepared: Prepared, outputs: list[Any], after: Callable[[], Any] | None, is_in_line: bool = True
+        self,
+        key: Key,
+        prepared: Prepared | PreparedExchanges,
+        outputs: list[Any],
+        after: Callable[[], Any] | None,
+        is_in_line: bool = True,
     ) -> StreamWork:
         """Put an operation on the current stream, which is being captured."""
         raw = raw_stream(self.device)
@@ -324,9 +362,10 @@ class DeviceTransport:
             (
                 f"group {self.links.group}: rank {self.rank} of {self.world}, CUDA tensors on {self.device}",
                 f"  engine    {self.engine} ({self.reason})",
+                *([f"            {words_of_table()}"] if self._requested == "auto" else []),
                 f"  heap      {self.heap.limit_bytes} bytes a rank for tensors; outputs in it are written by peers "
                 "directly (zero copy)",
-                f"  elsewhere through staging slots of {self._chunk_bytes} bytes",
+                f"  elsewhere through landing slots of {self._chunk_bytes} bytes",
                 f"  messages  are matched by their order, and go through {MAIL_SLOTS} slots of "
                 f"{self._copies.pair_bytes} bytes for each pair of ranks",
             )
@@ -358,6 +397,8 @@ class DeviceTransport:
             return
         with self._lock:
             self._copies.close()
+            if self._exchanges:
+                self._exchanges.close()
             for lane in self._lanes:
                 lane.drop()
             self._mail.clear()

@@ -15,9 +15,11 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from iris_pg.device_copies import Prepared
+from iris_pg.device_exchanges import PreparedExchanges
 from iris_pg.device_page import DevicePage
 from iris_pg.device_work import Begun, Lane
 from iris_pg.errors import DeadlineError, IrisError, MismatchError, PeerLostError, where
+from iris_pg.kernels.device import DeviceKernels
 from iris_pg.platforms import cuda
 from iris_pg.program import Program, Take
 from iris_pg.watch import Watch, text_of
@@ -45,7 +47,9 @@ class Captured:
         self.number = 0  # that runs
         self.moved_at = time.monotonic()
 
-    def launch(self, key: Any, prepared: Prepared, stream: Any, after: Callable[[], Any] | None) -> None:
+    def launch(
+        self, key: Any, prepared: Prepared | PreparedExchanges, stream: Any, after: Callable[[], Any] | None
+    ) -> None:
         """Put an operation on a stream (its handle) that is being captured, and what ``after`` does behind it."""
         self.all.append((key, prepared.program))
         cuda.write(stream, self._word, len(self.all))
@@ -72,6 +76,7 @@ class Watchdog:
         lanes: lanes of operations; the first is that of collectives, others are messages and the like.
         captured: operations in graphs.
         lock: of the lanes.
+        kernels: those of the cu engine, if it is there; they have flags of their own, and give up by themselves, too.
         timeout_s: deadline of an operation, since it began or the one before it ended, whichever is later.
         name: of the thread.
     """
@@ -83,10 +88,12 @@ class Watchdog:
         lanes: list[Lane],
         captured: Captured,
         lock: threading.RLock,
+        kernels: DeviceKernels | None,
         timeout_s: float,
         name: str,
     ) -> None:
         self._watch, self._page, self._lanes, self._captured, self._lock = watch, page, lanes, captured, lock
+        self._kernels = kernels
         self.timeout_s = timeout_s
         self._lost_at: dict[int, float] = {}  # rank -> when it was first seen to be gone
         self._stop = threading.Event()
@@ -99,6 +106,8 @@ class Watchdog:
                 self.release(lambda: not any(self._under_way()))
                 return
             try:
+                if self._kernels and self._kernels.late is not None:
+                    raise DeadlineError(self._watch.late(self._kernels.late))
                 for lane, begun in self._under_way():
                     self._look(lane, begun)
             except IrisError as error:
@@ -128,7 +137,7 @@ class Watchdog:
             watch.compare(sequence, key)
         lost = self._lost()
         writers = {step.writer for step in begun.program.steps if isinstance(step, Take)}
-        for rank in sorted(lost & writers):
+        for rank in sorted(lost & (writers or lost)):  # kernels have no steps, and wait for all ranks
             if isinstance(lane, Lane) and lane.has_done(rank, begun.number):
                 continue
             watch.culprit = rank
@@ -154,6 +163,8 @@ class Watchdog:
 
     def _waits_for(self, begun: Begun) -> int | None:
         """Return the rank whose flag an operation waits for, as far as flags tell: the first that is empty."""
+        if self._kernels and not begun.program.steps:
+            return next(iter(self._kernels.waiting), None)
         takes = (step for step in begun.program.steps if isinstance(step, Take))
         return next((step.writer for step in takes if self._page.load(step.flag.offset) == 0), None)
 
@@ -167,6 +178,8 @@ class Watchdog:
     def release(self, is_over: Callable[[], bool]) -> bool:
         """Write what streams wait for until ``is_over``, for at most a few seconds; return whether it is."""
         deadline = time.monotonic() + _RELEASE_S
+        if self._kernels and not is_over():
+            self._kernels.abort()
         while not is_over():
             if time.monotonic() > deadline:
                 return False

@@ -12,7 +12,7 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device; torch sees none"),
 ]
 TIMEOUT_S = 240
-ENGINES = ["sdma"]
+ENGINES = ["sdma", "cu", "auto"]
 DTYPES = [
     torch.float32,
     torch.bfloat16,
