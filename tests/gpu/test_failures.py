@@ -188,9 +188,19 @@ def test_failures(ranks, function, timeout_s):
     ranks(2).run(function, options=OPTIONS, timeout_s=40, group_timeout_s=timeout_s)
 
 
-@pytest.mark.parametrize("how", ["collective", "message", "barrier", "replay"])
-def test_a_killed_rank_is_named(mortal_ranks, how):
-    mortal_ranks(2).run(a_killed_rank_is_named, how, options=OPTIONS, timeout_s=40, group_timeout_s=20.0, may_die=[1])
+@pytest.mark.parametrize("function", [a_late_rank_is_named, other_operations_are_noticed, abort_frees_a_stuck_stream])
+def test_failures_of_kernels(ranks, function):
+    timeout_s = 2.0 if function is a_late_rank_is_named else 20.0
+    ranks(2).run(function, options=dict(engine="cu"), timeout_s=40, group_timeout_s=timeout_s)
+
+
+@pytest.mark.parametrize(
+    ("engine", "how"),
+    [("sdma", "collective"), ("sdma", "message"), ("sdma", "barrier"), ("sdma", "replay"), ("cu", "collective")],
+)
+def test_a_killed_rank_is_named(mortal_ranks, engine, how):
+    options = OPTIONS | dict(engine=engine)
+    mortal_ranks(2).run(a_killed_rank_is_named, how, options=options, timeout_s=40, group_timeout_s=20.0, may_die=[1])
 
 
 def test_groups_leave_nothing(ranks):

@@ -145,10 +145,14 @@ def a_first_call_under_capture_says_what_to_do(rank, world):
 
 
 @pytest.mark.timeout(180)
-@pytest.mark.parametrize(("world", "replays"), [(1, 20), (2, 40), (4, 6)])
-def test_replays_give_what_eager_calls_give(ranks, world, replays):
-    ranks(world).run(replays_give_what_eager_calls_give, replays, options=dict(engine="sdma"), timeout_s=120)
+@pytest.mark.parametrize(
+    ("engine", "world", "replays"),
+    [("sdma", 1, 20), ("sdma", 2, 40), ("sdma", 4, 6), ("cu", 2, 40), ("auto", 1, 20), ("auto", 2, 40)],
+)
+def test_replays_give_what_eager_calls_give(ranks, engine, world, replays):
+    ranks(world).run(replays_give_what_eager_calls_give, replays, options=dict(engine=engine), timeout_s=120)
 
 
-def test_a_first_call_under_capture_says_what_to_do(ranks):
-    ranks(2).run(a_first_call_under_capture_says_what_to_do, options=dict(engine="sdma"), timeout_s=60)
+@pytest.mark.parametrize("engine", ["sdma", "cu"])
+def test_a_first_call_under_capture_says_what_to_do(ranks, engine):
+    ranks(2).run(a_first_call_under_capture_says_what_to_do, options=dict(engine=engine), timeout_s=60)
