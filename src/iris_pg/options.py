@@ -50,6 +50,14 @@ VARIABLES = (
         "size of one staging slot: tensors outside the heap move in pieces of this size",
     ),
     Variable(
+        "IRIS_PG_DIRECT_BYTES",
+        "direct_bytes",
+        int,
+        1 << 15,
+        "bytes; 0: never",
+        "tensors from this size on are read out of their process by the others, where the system allows it",
+    ),
+    Variable(
         "IRIS_PG_TIMEOUT", "timeout", float, None, "seconds", "deadline of every wait (default: the group's timeout)"
     ),
     Variable(
@@ -80,6 +88,8 @@ class Options(Backend.Options):
         engine: ``"auto"``, ``"cu"`` (Triton kernels) or ``"sdma"`` (copy engine).
         heap_bytes: most symmetric memory per rank that tensors of this group may take, in bytes.
         chunk_bytes: size of one staging slot in bytes, a multiple of 256.
+        direct_bytes: tensors outside the heap of at least so many bytes are not staged: their readers read them out of
+            the sender's process, where the system allows it. 0 means never.
         timeout: deadline of every wait, in seconds or a ``timedelta``; the group's own timeout when None.
         hostile_seed: for tests, see ``IRIS_PG_HOSTILE_SEED``.
 
@@ -92,6 +102,7 @@ class Options(Backend.Options):
     engine: str
     heap_bytes: int
     chunk_bytes: int
+    direct_bytes: int
     timeout_s: float | None
     hostile_seed: int | None
 
@@ -100,11 +111,17 @@ class Options(Backend.Options):
         engine: str | None = None,
         heap_bytes: int | None = None,
         chunk_bytes: int | None = None,
+        direct_bytes: int | None = None,
         timeout: float | datetime.timedelta | None = None,
         hostile_seed: int | None = None,
     ) -> None:
         given: dict[str, Any] = dict(
-            engine=engine, heap_bytes=heap_bytes, chunk_bytes=chunk_bytes, timeout=timeout, hostile_seed=hostile_seed
+            engine=engine,
+            heap_bytes=heap_bytes,
+            chunk_bytes=chunk_bytes,
+            direct_bytes=direct_bytes,
+            timeout=timeout,
+            hostile_seed=hostile_seed,
         )
         value: dict[str, Any] = {
             v.field: _from_environment(v) if given[v.field] is None else given[v.field] for v in VARIABLES
@@ -119,6 +136,9 @@ class Options(Backend.Options):
         chunk = value["chunk_bytes"]
         if not isinstance(chunk, int) or chunk <= 0 or chunk % 256:
             raise OptionError(f"chunk_bytes={chunk!r}; it takes a positive multiple of 256 bytes")
+        direct = value["direct_bytes"]
+        if not isinstance(direct, int) or direct < 0:
+            raise OptionError(f"direct_bytes={direct!r}; it takes a number of bytes, or 0 for never")
         if deadline is not None and not (isinstance(deadline, (int, float)) and 0 < deadline <= _LONGEST_S):
             raise OptionError(
                 f"timeout={deadline!r}; it takes a positive number of seconds, at most {_LONGEST_S}, or a timedelta"
@@ -127,6 +147,7 @@ class Options(Backend.Options):
             raise OptionError(f"hostile_seed={value['hostile_seed']!r}; it takes an integer")
         super().__init__("iris", datetime.timedelta(seconds=deadline if deadline is not None else 1800))
         self.engine, self.heap_bytes, self.chunk_bytes = value["engine"], value["heap_bytes"], chunk
+        self.direct_bytes = direct
         self.timeout_s, self.hostile_seed = deadline, value["hostile_seed"]
 
     def _fields(self) -> dict[str, Any]:
@@ -134,6 +155,7 @@ class Options(Backend.Options):
             engine=self.engine,
             heap_bytes=self.heap_bytes,
             chunk_bytes=self.chunk_bytes,
+            direct_bytes=self.direct_bytes,
             timeout=self.timeout_s,
             hostile_seed=self.hostile_seed,
         )

@@ -122,15 +122,19 @@ def exchange(world, size_of):
     return made
 
 
-def group(operations, first=0):
-    """Return the arguments of verify for ``operations`` in a row, and the programs."""
+def group(operations, first=0, direct=0):
+    """Return the arguments of verify for ``operations`` in a row, and the programs.
+
+    Args:
+        direct: bytes from which on tensors are read directly; 0: never.
+    """
     world = len(operations[0].flows)
     page = ControlPage(world)
     programs, inputs, outputs = [], [], []
     for rank in range(world):
         whole = Program(rank, world, ())
         for i, operation in enumerate(operations):
-            s = Setting(rank, world, page, 2 * i + 2, CHUNK, PAIR, (first + i) % 2)
+            s = Setting(rank, world, page, 2 * i + 2, CHUNK, PAIR, (first + i) % 2, direct)
             steps = []
             if rank in operation.writes and operation.writes[rank][1]:
                 here, n = operation.writes[rank]
@@ -149,8 +153,8 @@ def group(operations, first=0):
     return programs, dict(inputs=inputs, outputs=outputs, flags=flags)
 
 
-def prove(*operations, first=0, schedules=4):
-    programs, rest = group(operations, first)
+def prove(*operations, first=0, schedules=4, direct=0):
+    programs, rest = group(operations, first, direct)
     verify(programs, **rest, schedules=schedules)
 
 

@@ -21,6 +21,8 @@ class Setting:
         chunk_bytes: size of a staging slot that all ranks read.
         pair_bytes: size of a staging slot that one rank reads.
         first_slot: the slot of the first chunk; the same on all ranks.
+        direct_bytes: tensors from this size on are read by their readers directly; 0: none are.
+        piece_bytes: size of the places in a rank's own memory to which it pulls what it is about to reduce.
     """
 
     rank: int
@@ -30,6 +32,8 @@ class Setting:
     chunk_bytes: int = 1 << 18
     pair_bytes: int = 1 << 16
     first_slot: int = 0
+    direct_bytes: int = 0
+    piece_bytes: int = 1 << 17
 
     @property
     def peers(self) -> list[int]:
@@ -39,6 +43,10 @@ class Setting:
     def tag_of(self, nbytes: int) -> int:
         """The tag of a message of ``nbytes``, when only its two ranks know how long it is."""
         return zlib.crc32(nbytes.to_bytes(8, "little"), self.tag) | 2  # neither empty nor a credit
+
+    def is_direct(self, nbytes: int) -> bool:
+        """Whether a tensor of so many bytes is read directly."""
+        return 0 < self.direct_bytes <= nbytes
 
     def flag(self, rank: int, offset: int) -> Ref:
         """The flag at ``offset`` of ``rank``'s control page."""
@@ -51,6 +59,10 @@ class Setting:
     def pair(self, rank: int, slot: int, reader: int) -> Ref:
         """The staging slot of ``rank`` that ``reader`` reads."""
         return Ref(rank, "pairs", (slot * self.world + reader) * self.pair_bytes)
+
+    def pulled(self, peer: int) -> Ref:
+        """The place in this rank's own memory for a piece of ``peer``'s operand."""
+        return Ref(self.rank, "pulled", peer * self.piece_bytes)
 
 
 def chunks(nbytes: int, size: int) -> Iterator[tuple[int, int]]:
