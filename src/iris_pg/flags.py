@@ -9,8 +9,10 @@ ready    the reader, per slot         the producer of the slot    the producer's
 free     the producer, per slot       a reader of the slot        that reader is done with the slot; starts at 1
 filled   the reader, per slot         the producer                the slot from that producer to this reader is filled
 drained  the producer, per slot       the reader                  that slot may be filled again; starts at 1
-enter    the writer of a zero copy    the owner of the output     the owner's output may be overwritten
-done     the owner of the output      the writer of a zero copy   its part of the output has arrived
+enter    who writes or reads          the owner of memory         the owner's output may be overwritten (zero copy), or
+                                                                  its input read (direct); beside it, where that is
+done     the owner                    who wrote or read           its part of the output has arrived, or it has read
+reduced  who reads                    the owner of a result       the owner's part of a result is there and may be read
 barrier  each rank, two rounds        each peer                   the peer has reached the barrier
 mailed   the receiver, per slot       the sender                  the slot for messages between them holds a part of one
 emptied  the sender, per slot         the receiver                it holds none any more; starts at 0, as the slot does
@@ -20,6 +22,7 @@ emptied  the sender, per slot         the receiver                it holds none 
 from __future__ import annotations
 
 LINE = 64  # bytes
+OFFER = 8  # bytes from a mailbox to the address that is offered in it
 SLOTS = 2  # staging slots a producer; two let the next operation begin before the last one is drained
 MAIL_SLOTS = 2  # slots for messages from one rank to another
 CREDIT = 1  # the tag of a flag that gives a slot back
@@ -31,6 +34,7 @@ _KINDS = (
     ("drained", SLOTS),
     ("enter", 1),
     ("done", 1),
+    ("reduced", 1),
     ("barrier", 2),
     ("mailed", MAIL_SLOTS),
     ("emptied", MAIL_SLOTS),
@@ -81,12 +85,16 @@ class ControlPage:
         return self._start["drained"] + (slot * self.world + reader) * LINE
 
     def enter(self, owner: int) -> int:
-        """Offset, at a writer, of the mailbox in which ``owner`` lets its output be written."""
+        """Offset, at a writer or reader, of the mailbox in which ``owner`` lets its memory be written or read."""
         return self._start["enter"] + owner * LINE
 
-    def done(self, writer: int) -> int:
-        """Offset, at the owner of an output, of the mailbox in which ``writer`` says that its part has arrived."""
-        return self._start["done"] + writer * LINE
+    def done(self, user: int) -> int:
+        """Offset, at the owner of memory, of the mailbox in which ``user`` says that it has written or read it."""
+        return self._start["done"] + user * LINE
+
+    def reduced(self, owner: int) -> int:
+        """Offset, at a reader, of the mailbox in which ``owner`` says that its part of a result may be read."""
+        return self._start["reduced"] + owner * LINE
 
     def barrier(self, round_: int, peer: int) -> int:
         """Offset of the mailbox in which ``peer`` says that it has reached round ``round_`` (0 or 1)."""

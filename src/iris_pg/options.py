@@ -58,6 +58,14 @@ VARIABLES = (
         "the same for CUDA tensors, in the GPU's memory; a group takes about ten of these on each GPU",
     ),
     Variable(
+        "IRIS_PG_DIRECT_BYTES",
+        "direct_bytes",
+        int,
+        1 << 15,
+        "bytes; 0: never",
+        "tensors from this size on are read out of their process by the others, where the system allows it",
+    ),
+    Variable(
         "IRIS_PG_TIMEOUT", "timeout", float, None, "seconds", "deadline of every wait (default: the group's timeout)"
     ),
     Variable(
@@ -89,6 +97,8 @@ class Options(Backend.Options):
         heap_bytes: most symmetric memory per rank that tensors of this group may take, in bytes.
         chunk_bytes: size of one staging slot in bytes, a multiple of 256.
         device_chunk_bytes: the same on a GPU, for CUDA tensors.
+        direct_bytes: tensors outside the heap of at least so many bytes are not staged: their readers read them out of
+            the sender's process, where the system allows it. 0 means never.
         timeout: deadline of every wait, in seconds or a ``timedelta``; the group's own timeout when None.
         hostile_seed: for tests, see ``IRIS_PG_HOSTILE_SEED``.
 
@@ -102,6 +112,7 @@ class Options(Backend.Options):
     heap_bytes: int
     chunk_bytes: int
     device_chunk_bytes: int
+    direct_bytes: int
     timeout_s: float | None
     hostile_seed: int | None
 
@@ -110,6 +121,7 @@ class Options(Backend.Options):
         engine: str | None = None,
         heap_bytes: int | None = None,
         chunk_bytes: int | None = None,
+        direct_bytes: int | None = None,
         timeout: float | datetime.timedelta | None = None,
         hostile_seed: int | None = None,
         device_chunk_bytes: int | None = None,
@@ -119,6 +131,7 @@ class Options(Backend.Options):
             heap_bytes=heap_bytes,
             chunk_bytes=chunk_bytes,
             device_chunk_bytes=device_chunk_bytes,
+            direct_bytes=direct_bytes,
             timeout=timeout,
             hostile_seed=hostile_seed,
         )
@@ -136,6 +149,9 @@ class Options(Backend.Options):
             chunk = value[name]
             if not isinstance(chunk, int) or chunk <= 0 or chunk % 256:
                 raise OptionError(f"{name}={chunk!r}; it takes a positive multiple of 256 bytes")
+        direct = value["direct_bytes"]
+        if not isinstance(direct, int) or direct < 0:
+            raise OptionError(f"direct_bytes={direct!r}; it takes a number of bytes, or 0 for never")
         if deadline is not None and not (isinstance(deadline, (int, float)) and 0 < deadline <= _LONGEST_S):
             raise OptionError(
                 f"timeout={deadline!r}; it takes a positive number of seconds, at most {_LONGEST_S}, or a timedelta"
@@ -145,6 +161,7 @@ class Options(Backend.Options):
         super().__init__("iris", datetime.timedelta(seconds=deadline if deadline is not None else 1800))
         self.engine, self.heap_bytes = value["engine"], value["heap_bytes"]
         self.chunk_bytes, self.device_chunk_bytes = value["chunk_bytes"], value["device_chunk_bytes"]
+        self.direct_bytes = direct
         self.timeout_s, self.hostile_seed = deadline, value["hostile_seed"]
 
     def _fields(self) -> dict[str, Any]:
@@ -153,6 +170,7 @@ class Options(Backend.Options):
             heap_bytes=self.heap_bytes,
             chunk_bytes=self.chunk_bytes,
             device_chunk_bytes=self.device_chunk_bytes,
+            direct_bytes=self.direct_bytes,
             timeout=self.timeout_s,
             hostile_seed=self.hostile_seed,
         )

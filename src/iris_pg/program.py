@@ -12,11 +12,14 @@ Two rules give a program its meaning:
 2. The order written is a serial schedule: executed one step after another on every rank, the programs of a group end.
    So an engine may merge lanes, in the order written, and the programs still end.
 
-Flags are mailboxes (:class:`Signal`, :class:`Take`) or counters (:class:`Add`, :class:`Wait`), never both. A mailbox
-is a 32-bit word at its reader, 0 when empty. One mailbox has one writer and one reader, and a writer never signals
-before the reader took the previous signal; it knows, directly or through a chain of other flags. The word carries a
-*tag* and not a bare 1: it costs the same, and a rank that is in another operation than its peer is noticed at once,
-because the tag that it finds is not the one that it takes.
+Flags are mailboxes (:class:`Signal`, :class:`Offer`, :class:`Take`) or counters (:class:`Add`, :class:`Wait`), never
+both. A mailbox is a 32-bit word at its reader, 0 when empty. One mailbox has one writer and one reader, and a writer
+never signals before the reader took the previous signal; it knows, directly or through a chain of other flags. The word
+carries a *tag* and not a bare 1: it costs the same, and a rank that is in another operation than its peer is noticed at
+once, because the tag that it finds is not the one that it takes.
+
+A rank's own memory is not mapped by others. Where the machine lets them read it all the same, an :class:`Offer` tells
+where it is, and a :class:`Pull` reads it.
 """
 
 from __future__ import annotations
@@ -208,6 +211,23 @@ class Signal(_FlagStep):
         return f"signal {self.flag} = {self.tag}"
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Offer(Signal):
+    """Write the address of `src`, in this rank's own memory, beside the mailbox `flag`; then signal `tag` in it.
+
+    The reader takes it and may :class:`Pull` from there. When it may no more is for another flag to say.
+    """
+
+    src: Ref
+
+    def refs(self) -> tuple[Ref, ...]:
+        """Return the addresses that the step names."""
+        return self.flag, self.src
+
+    def __str__(self) -> str:
+        return f"offer {self.flag} = {self.tag}, {self.src}"
+
+
 @dataclass(frozen=True, slots=True)
 class Take(_FlagStep):
     """Wait until the mailbox `flag`, in this rank's own memory, holds `tag`, then write 0: it is empty again.
@@ -230,6 +250,37 @@ class Take(_FlagStep):
 
     def __str__(self) -> str:
         return f"take {self.flag} == {self.tag} from rank {self.writer}"
+
+
+@dataclass(frozen=True, slots=True)
+class Pull:
+    """Copy `nbytes` bytes to `dst` from `offset` bytes after the address that the last :class:`Offer` taken from `flag`
+    told. The take comes before it on its lane.
+
+    Raises:
+        ArgumentError: `nbytes` is less than 1, or `offset` or `lane` is negative.
+    """
+
+    dst: Ref
+    flag: Ref
+    writer: int
+    nbytes: int
+    offset: int = 0
+    lane: int = 0
+
+    def __post_init__(self) -> None:
+        _check_size("pull", "nbytes", self.nbytes)
+        if self.offset < 0:
+            raise ArgumentError(f"pull: offset={self.offset}; it counts bytes from what was offered; pass 0 or more")
+        _check_lane("pull", self.lane)
+
+    def refs(self) -> tuple[Ref, ...]:
+        """Return the addresses that the step names."""
+        return self.dst, self.flag
+
+    def __str__(self) -> str:
+        offered = f"[{self.offset:#x}:{self.offset + self.nbytes:#x}] of rank {self.writer}'s offer at {self.flag}"
+        return f"pull {self.dst.span(self.nbytes)} <- {offered}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -278,7 +329,7 @@ class Wait(_FlagStep):
         return f"wait {self.flag} >= {self.value}"
 
 
-Step: TypeAlias = Copy | Copy2D | Reduce | Signal | Take | Add | Wait
+Step: TypeAlias = Copy | Copy2D | Pull | Reduce | Signal | Take | Add | Wait
 
 
 @dataclass(frozen=True)
@@ -313,7 +364,7 @@ class Program:
             )
         for index, step in enumerate(self.steps):
             ranks = [ref.rank for ref in step.refs()]
-            if isinstance(step, Take):
+            if isinstance(step, Take | Pull):
                 ranks.append(step.writer)
             for rank in ranks:
                 if not 0 <= rank < self.world:
@@ -354,7 +405,7 @@ class Program:
         """Return the bytes that this rank's steps write by copies and reductions, flags not counted."""
         total = 0
         for step in self.steps:
-            if isinstance(step, Copy | Reduce):
+            if isinstance(step, Copy | Pull | Reduce):
                 total += step.nbytes
             elif isinstance(step, Copy2D):
                 total += step.width_bytes * step.rows

@@ -34,6 +34,7 @@ from iris_pg.launches import launches
 from iris_pg.mail import Mail
 from iris_pg.mailbox import area_bytes as mail_bytes
 from iris_pg.memory.heap import SymmetricHeap
+from iris_pg.memory.neighbours import Neighbours
 from iris_pg.memory.sharing import Links
 from iris_pg.options import Options
 from iris_pg.planner import engine_for
@@ -43,6 +44,7 @@ from iris_pg.work import IrisWork
 
 _RING_BYTES = 4 << 20
 _CACHE_BYTES = 32 << 20  # of encoded programs
+_PIECE_BYTES = 128 << 10  # pulled at a time to be reduced, so that it is still in the cache
 
 BARRIER: Key = ("barrier",)
 
@@ -69,8 +71,14 @@ class Transport:
             areas |= area_bytes(self.world, self.chunk_bytes)
         else:
             areas |= dict(staging=SLOTS * self.chunk_bytes, pairs=SLOTS * self.world * self.pair_bytes)
+            areas |= dict(pulled=self.world * _PIECE_BYTES)
         self.heap = SymmetricHeap(links, options.heap_bytes, areas)
         self.tensors = tensors or self.heap
+        self._neighbours = None
+        self.direct_bytes = options.direct_bytes if self.engine == "sdma" and self.world > 1 else 0
+        if self.direct_bytes:
+            self._neighbours = Neighbours(links)
+            self.direct_bytes *= self._neighbours.is_readable
         self.watch = watch = Watch(self.heap, self._done)
         self._is_fork = False
         self._lock = threading.RLock()  # operations are numbered and submitted in one order
@@ -100,9 +108,8 @@ class Transport:
         else:
             hostile = None if options.hostile_seed is None else random.Random(f"{options.hostile_seed}/{self.rank}")
             patience = Patience(timeout_s, self.world, watch.check, watch.describe)
-            self.queue = Queue(
-                Ring(_RING_BYTES, f"{links.group}/{self.rank}"), patience, hostile, on_fault=watch.give_up
-            )
+            ring, read = Ring(_RING_BYTES, f"{links.group}/{self.rank}"), self._read if self._neighbours else None
+            self.queue = Queue(ring, patience, hostile, on_fault=watch.give_up, read=read)
             self._thread = EngineThread([self.queue], keep_looking=False, name=name)
 
     # Operations -------------------------------------------------------------------------------------------------------
@@ -196,6 +203,12 @@ class Transport:
         engine = self.queue or self._kernels
         return 0 if engine is None else engine.done if isinstance(engine, Queue) else engine.completed
 
+    def _read(self, rank: int, dst: int, src: int, nbytes: int) -> None:
+        """Copy from the memory of ``rank``'s process."""
+        assert self._neighbours
+        if not self._neighbours.read(rank, dst, src, nbytes):
+            self.watch.lose(rank)
+
     @property
     def sequence(self) -> int:
         """Number of operations begun."""
@@ -226,6 +239,8 @@ class Transport:
             chunk_bytes=self.chunk_bytes,
             pair_bytes=self.pair_bytes,
             first_slot=slot,
+            direct_bytes=self.direct_bytes,
+            piece_bytes=_PIECE_BYTES,
         )
         bindings = {name: number for number, name in enumerate(names)}
         made = program(setting, local) if program else build(setting, flow(key, local))
@@ -260,10 +275,17 @@ class Transport:
                 f"  engine    {self.engine} ({self.reason})",
                 f"  heap      {self.heap.limit_bytes} bytes a rank for tensors; outputs in it are written by peers "
                 "directly (zero copy)",
-                f"  elsewhere through staging slots of {self.chunk_bytes} bytes",
+                f"  elsewhere {self._elsewhere()}",
                 f"  {self.mail.explain()}",
             )
         )
+
+    def _elsewhere(self) -> str:
+        staged = f"through staging slots of {self.chunk_bytes} bytes"
+        if self.direct_bytes:
+            return f"{staged}; from {self.direct_bytes} bytes on read directly out of the sender's process"
+        why = self._neighbours.reason if self._neighbours else "not asked for"
+        return f"{staged}; none is read directly out of the sender's process: {why}"
 
     def close(self, why: str = "closed") -> None:
         """Stop the engine's thread and drop the heap; pending operations end with ClosedError. Idempotent."""

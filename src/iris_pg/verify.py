@@ -8,6 +8,7 @@ Proven, for every interleaving of ranks and lanes, and for every merging of a ra
 - every rank ends;
 - a mailbox has one writer and one reader, is signalled only when it is empty, is taken by its own rank with the tag
   that was written, and ends as it began; a counter never wraps; flags share no byte with each other or with data;
+- what is pulled from a mailbox was offered by the signal that was taken from it last, on the same lane;
 - no byte is read before it is defined; a step that writes a byte is ordered after all earlier steps that read or wrote
   it, and a step that reads it after the last write, between ranks and between the lanes of one rank alike;
 - each output byte holds what it should, copied or reduced from exactly the given sources. It is written once, or not at
@@ -46,7 +47,7 @@ from itertools import chain, pairwise
 from typing import TypeAlias
 
 from iris_pg.errors import ArgumentError, ProgramError, where
-from iris_pg.program import MAX_WORD, Add, Copy2D, Program, Reduce, Ref, Signal, Step, Take, Wait
+from iris_pg.program import MAX_WORD, Add, Copy2D, Offer, Program, Pull, Reduce, Ref, Signal, Step, Take, Wait
 
 Span: TypeAlias = tuple[Ref, int]
 Output: TypeAlias = tuple[Ref, int, Ref | Collection[Ref]]
@@ -124,6 +125,7 @@ class _Group:
         self.nodes: list[_Node] = []
         self.lane_ranks: list[int] = []
         self.users: dict[Ref, list[_Node]] = {}  # flag -> its steps; a flag's number is its position here
+        self._offers: dict[int, Ref] = {}  # position of a Pull among the nodes -> where it pulls from
         self._spaces: dict[tuple[int, str], int] = {}  # (rank, buffer) -> number
         self._cuts: list[int] = []  # sorted addresses where pieces begin
         for rank, program in enumerate(programs):
@@ -148,6 +150,7 @@ class _Group:
         self.is_mailbox = [isinstance(users[0].step, Signal | Take) for users in self.users.values()]
         for number, ref in enumerate(self.users):
             self._check_flag(number, ref, self.users[ref])
+        self._find_offers()
 
     def _check_flag(self, number: int, ref: Ref, users: list[_Node]) -> None:
         total = self.initial[number]
@@ -175,13 +178,33 @@ class _Group:
             if ref.offset % self.widths[number]:
                 raise node.error("uses a misaligned flag", f"its offset is a multiple of {self.widths[number]} bytes")
 
+    def _find_offers(self) -> None:
+        """Find what each Pull pulls from: the n-th take of a mailbox takes its n-th signal, and credits come first."""
+        taken: dict[Ref, list[_Node]] = {}
+        for number, node in enumerate(self.nodes):
+            step = node.step
+            if isinstance(step, Take):
+                taken.setdefault(step.flag, []).append(node)
+            if not isinstance(step, Pull):
+                continue
+            takes = taken.get(step.flag, [])
+            users = self.users.get(step.flag, [])
+            signals = [user.step for user in users if isinstance(user.step, Signal)]
+            at = len(takes) - 1 - bool(users and self.initial[users[0].flag])
+            offer = signals[at] if 0 <= at < len(signals) else None
+            if not takes or takes[-1].lane != node.lane or not isinstance(offer, Offer):
+                raise node.error("pulls what was not offered", "take an offer from the flag on this lane before")
+            if takes[-1].step.writer != step.writer or offer.src.rank != step.writer:  # type: ignore[union-attr]
+                raise node.error(f"pulls from rank {step.writer} what {offer} offers", "name the rank that offers it")
+            self._offers[number] = offer.src + step.offset
+
     def place(self, inputs: Sequence[Span], outputs: Sequence[Output]) -> None:
         """Cut memory into pieces; set the nodes' `moves`, the `labels` of the start and those `expected` at the end.
 
         Raises:
             ProgramError: a step's addresses are negative, overlap each other, or overlap a flag.
         """
-        rows = [self._rows(node) for node in self.nodes]
+        rows = [self._rows(number, node) for number, node in enumerate(self.nodes)]
         moves = {(dst, src, nbytes) for node_rows in rows for dst, read, nbytes in node_rows for src in read}
         flags = [(self._address(ref, users[0]), self.widths[users[0].flag]) for ref, users in self.users.items()]
         spans = flags + [(self._address(ref), nbytes) for ref, nbytes in [*inputs, *((o[0], o[1]) for o in outputs)]]
@@ -215,12 +238,13 @@ class _Group:
                         f"verify: outputs differ on {self.text(piece)}; it holds one value; give it once"
                     )
 
-    def _rows(self, node: _Node) -> list[_Row]:
+    def _rows(self, number: int, node: _Node) -> list[_Row]:
         """Return what a node moves, a row each."""
         step = node.step
         if isinstance(step, Signal | Take | Add | Wait):
             return []
-        dst, *sources = (self._address(ref, node) for ref in step.refs())
+        refs = (step.dst, self._offers[number]) if isinstance(step, Pull) else step.refs()
+        dst, *sources = (self._address(ref, node) for ref in refs)
         if isinstance(step, Reduce):
             for src in sources:  # they may overlap each other, and one may be dst
                 if src != dst:

@@ -10,16 +10,17 @@ from __future__ import annotations
 import zlib
 from collections import deque
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
-from iris_pg.errors import ClosedError, DeadlineError, MismatchError, PeerLostError, where
+from iris_pg.errors import ClosedError, DeadlineError, IrisError, MismatchError, PeerLostError, where
 from iris_pg.flags import DESCRIPTION_BYTES, HISTORY
 from iris_pg.memory.heap import SymmetricHeap
 from iris_pg.platforms.atomics import atomics
 
 _TAGS = 4096  # most tags that are kept
 _LONGEST = DESCRIPTION_BYTES - 16  # most characters of a text that peers read
-_LOST, _OTHER, _LATE = 1, 2, 3  # why a rank gave up, in its peers' failure words
+_LOST, _OTHER, _LATE, _FAULT = 1, 2, 3, 4  # why a rank gave up, in its peers' failure words
+_KINDS = {_LOST: PeerLostError, _OTHER: MismatchError, _LATE: DeadlineError}
 
 Key = tuple[Any, ...]
 
@@ -156,12 +157,17 @@ class Watch:
         self.say(sequence, key)
         self.check_failed(text_of(key), self.where(sequence, key), lambda: self.absent(writer))
         if writer in self.links.lost() and not arrived():
-            self.culprit = writer
-            raise PeerLostError(
-                f"{text_of(key)}: rank {writer} has died, or has left the group, before its part was done "
-                f"{self.where(sequence, key)}"
-            )
+            self.lose(writer)
         self.compare(sequence, key)
+
+    def lose(self, peer: int) -> NoReturn:
+        """Raise PeerLostError: ``peer`` is gone, and the current operation needs it."""
+        sequence, key = self.current()
+        self.culprit = peer
+        raise PeerLostError(
+            f"{text_of(key)}: rank {peer} has died, or has left the group, before its part was done "
+            f"{self.where(sequence, key)}"
+        )
 
     def check_failed(self, what: str, where_: str, absent: Callable[[], str] = str) -> None:
         """Raise when the group has failed here, or a peer says that it has; the error begins with ``what``."""
@@ -175,8 +181,9 @@ class Watch:
                     _LOST: f"rank {rank} is gone",
                     _OTHER: "ranks are in different operations",
                     _LATE: f"it Timed out waiting{absent()}",
+                    _FAULT: "it has failed, see there",
                 }
-                kind = {_LOST: PeerLostError, _OTHER: MismatchError, _LATE: DeadlineError}[code]
+                kind = _KINDS.get(code, IrisError)
                 self.culprit = rank
                 raise kind(f"{what}: {why[code]}, says rank {peer} {where_}")
 
@@ -206,7 +213,7 @@ class Watch:
         if self.failure is None and not isinstance(error, ClosedError):
             self.failure = error
             self.culprit = self.culprit if culprit is None else culprit
-            code = _LOST if isinstance(error, PeerLostError) else _OTHER if isinstance(error, MismatchError) else _LATE
+            code = next((code for code, kind in _KINDS.items() if isinstance(error, kind)), _FAULT)
             word = (code << 32) | ((self.rank if self.culprit is None else self.culprit) + 1)
             if not self.links.closed:
                 for peer in range(self.world):

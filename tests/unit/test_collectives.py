@@ -128,15 +128,20 @@ def joined(rank):
     return [Signal(here, 1, 0), Take(here, rank, 1, 1), Signal(there, 1, 1), Take(there, rank, 1, 0)]
 
 
-def group(operations, first=0, pushes=False):
-    """Return the arguments of verify for ``operations`` in a row, and the programs."""
+def group(operations, first=0, direct=0, pushes=False):
+    """Return the arguments of verify for ``operations`` in a row, and the programs.
+
+    Args:
+        direct: bytes from which on tensors are read directly; 0: never.
+    """
     world = len(operations[0].flows)
     page = ControlPage(world)
     programs, inputs, outputs = [], [], []
     for rank in range(world):
         whole = Program(rank, world, ())
         for i, operation in enumerate(operations):
-            s = Setting(rank, world, page, 2 * i + 2, CHUNK, PAIR, (first + i) % 2, pushes)
+            sizes = dict(direct_bytes=direct, pushes=pushes)
+            s = Setting(rank, world, page, 2 * i + 2, CHUNK, PAIR, (first + i) % 2, **sizes)
             steps = []
             if rank in operation.writes and operation.writes[rank][1]:
                 here, n = operation.writes[rank]
@@ -156,8 +161,8 @@ def group(operations, first=0, pushes=False):
     return programs, dict(inputs=inputs, outputs=outputs, flags=flags)
 
 
-def prove(*operations, first=0, schedules=4, push_schedules=1):
-    programs, rest = group(operations, first)
+def prove(*operations, first=0, schedules=4, direct=0, push_schedules=1):
+    programs, rest = group(operations, first, direct)
     verify(programs, **rest, schedules=schedules)
     programs, rest = group(operations, first, pushes=True)
     verify(programs, **rest, schedules=push_schedules)

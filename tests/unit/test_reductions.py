@@ -113,7 +113,7 @@ def in_a_row(world, *operations, first=0, pushes=False):
     for rank in range(world):
         program = Program(rank, world, ())
         for number, operation in enumerate(operations):
-            s = Setting(rank, world, page, 100 + number, CHUNK, PAIR, (first + number) % SLOTS, pushes)
+            s = Setting(rank, world, page, 100 + number, CHUNK, PAIR, (first + number) % SLOTS, pushes=pushes)
             part, inputs, outputs = operation(s, number)
             program = program.then(part)
             if pushes:

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from iris_pg.copy_engine import packets
+from iris_pg.copy_engine import packets, trap
 from iris_pg.copy_engine.packets import AtomicOp, PollFunc
 from iris_pg.copy_engine.patience import Patience
 from iris_pg.copy_engine.ring import Ring
@@ -138,6 +138,31 @@ def test_copy_window_is_what_numpy_slices(data):
 
     expected[window(*target_at)] = source_view[window(*source_at)]
     assert np.array_equal(target_view, expected)
+
+
+def test_pull(run):
+    """The address is what the word beside the flag holds when the trap is reached."""
+    source, target, offer = Memory(200, seed=1), Memory(200), Memory(8)
+    reads = []
+
+    def read(rank, dst, src, nbytes):
+        reads.append((rank, nbytes))
+        ctypes.memmove(dst, src, nbytes)
+
+    queue = new_queue(read=read)
+    asked = trap.Pull(3, target.address + 5, offer.address, 7, 100)
+    run(packets.atomic(offer.address, AtomicOp.SWAP, source.address, width_bytes=8), asked.request(), queue=queue)
+    assert reads == [(3, 100)]
+    assert target.bytes[5:105].tobytes() == source.bytes[7:107].tobytes()
+    assert not target.bytes[:5].any() and not target.bytes[105:].any()
+    with pytest.raises(PacketError, match="reads no other process"):
+        run(asked.request(), queue=new_queue())
+
+
+@pytest.mark.parametrize("number", [trap.REDUCE, trap.PULL])
+def test_a_trap_that_asks_for_nothing_is_an_error(run, number):
+    with pytest.raises(PacketError, match="asks for nothing"):
+        run(packets.nop(4), packets.trap(number))
 
 
 def test_fence(run):

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from iris_pg.errors import ArgumentError, ProgramError
-from iris_pg.program import Add, Copy, Copy2D, Program, Reduce, Ref, Signal, Take, Wait
+from iris_pg.program import Add, Copy, Copy2D, Program, Pull, Reduce, Ref, Signal, Take, Wait
 from iris_pg.verify import _Group, _run, _sampled, verify
 
 # Correct collectives: each returns its programs, and the other arguments of verify.
@@ -480,7 +480,7 @@ def mutations(step, world):
             yield f"source {n} one byte on", changed(sources=(*before, ref + 1, *after))
             yield f"source {n} four bytes on", changed(sources=(*before, ref + 4, *after))
             yield f"source {n} of another rank", changed(sources=(*before, of_another_rank(ref), *after))
-    if isinstance(step, Copy | Reduce):
+    if isinstance(step, Copy | Pull | Reduce):
         yield "a byte longer", changed(nbytes=step.nbytes + 1)
         yield "a byte shorter", changed(nbytes=step.nbytes - 1)
     else:

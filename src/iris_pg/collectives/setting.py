@@ -21,6 +21,8 @@ class Setting:
         chunk_bytes: size of a staging slot that all ranks read.
         pair_bytes: size of a staging slot that one rank reads.
         first_slot: the slot of the first chunk; the same on all ranks.
+        direct_bytes: tensors from this size on are read by their readers directly; 0: none are.
+        piece_bytes: size of the places in a rank's own memory to which it pulls what it is about to reduce.
         pushes: slots for pairs lie at their readers, into which writers push; else at the writers, from which readers
             pull. For engines that write a peer's memory faster than they read it, and run lanes side by side: what a
             rank receives is then handled in a lane of its own, beside what it sends.
@@ -33,6 +35,8 @@ class Setting:
     chunk_bytes: int = 1 << 18
     pair_bytes: int = 1 << 16
     first_slot: int = 0
+    direct_bytes: int = 0
+    piece_bytes: int = 1 << 17
     pushes: bool = False
 
     @property
@@ -49,6 +53,10 @@ class Setting:
         """The tag of a message of ``nbytes``, when only its two ranks know how long it is."""
         return zlib.crc32(nbytes.to_bytes(8, "little"), self.tag) | 2  # neither empty nor a credit
 
+    def is_direct(self, nbytes: int) -> bool:
+        """Whether a tensor of so many bytes is read directly."""
+        return 0 < self.direct_bytes <= nbytes
+
     def flag(self, rank: int, offset: int) -> Ref:
         """The flag at ``offset`` of ``rank``'s control page."""
         return Ref(rank, "flags", offset)
@@ -61,6 +69,10 @@ class Setting:
         """The staging slot that ``rank`` writes and ``reader`` reads."""
         at, other = (reader, rank) if self.pushes else (rank, reader)
         return Ref(at, "pairs", (slot * self.world + other) * self.pair_bytes)
+
+    def pulled(self, peer: int) -> Ref:
+        """The place in this rank's own memory for a piece of ``peer``'s operand."""
+        return Ref(self.rank, "pulled", peer * self.piece_bytes)
 
 
 def chunks(nbytes: int, size: int) -> Iterator[tuple[int, int]]:

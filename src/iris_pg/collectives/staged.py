@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
+from iris_pg.collectives import direct
 from iris_pg.collectives.flow import Flow
 from iris_pg.collectives.setting import Setting, chunks
 from iris_pg.flags import CREDIT, SLOTS
@@ -61,12 +62,17 @@ def pairwise(s: Setting, flow: Flow) -> Program:
     operations where writers push, which cannot write to all readers at once.
 
     A message of 0 bytes is signalled all the same, and the signals of every message depend on its size: so two ranks
-    that do not agree on the size find out.
+    that do not agree on the size find out. Large messages are read directly and go by no slot.
     """
+    large_sends, large_receives = (
+        [part for part in parts if s.is_direct(part.nbytes)] for parts in (flow.sends, flow.receives)
+    )
     lane = s.receiving
-    steps: list[Step] = [replace(flow.own, lane=lane)] if flow.own else []
-    sends = {part.peer: (part.here, list(chunks(part.nbytes, s.pair_bytes)) or [(0, 0)]) for part in flow.sends}
-    receives = {part.peer: (part.here, list(chunks(part.nbytes, s.pair_bytes)) or [(0, 0)]) for part in flow.receives}
+    steps: list[Step] = list(direct.pair_offers(s, large_sends))
+    if flow.own:
+        steps.append(replace(flow.own, lane=lane))
+    sends = {p.peer: (p.here, _pieces(s, p.nbytes)) for p in flow.sends if not s.is_direct(p.nbytes)}
+    receives = {p.peer: (p.here, _pieces(s, p.nbytes)) for p in flow.receives if not s.is_direct(p.nbytes)}
     tag_to = {part.peer: s.tag_of(part.nbytes) for part in flow.sends}
     tag_from = {part.peer: s.tag_of(part.nbytes) for part in flow.receives}
 
@@ -94,7 +100,13 @@ def pairwise(s: Setting, flow: Flow) -> Program:
 
     counts = [len(pieces) for _, pieces in (*sends.values(), *receives.values())]
     _one_ahead(produce, consume, max(counts, default=0))
+    steps += direct.pair_pulls(s, large_receives)
+    steps += direct.until_read(s, (part.peer for part in large_sends))
     return Program(s.rank, s.world, tuple(steps), flow.name)
+
+
+def _pieces(s: Setting, nbytes: int) -> list[tuple[int, int]]:
+    return list(chunks(nbytes, s.pair_bytes)) or [(0, 0)]
 
 
 def _one_ahead(produce: Callable[[int], None], consume: Callable[[int], None], count: int) -> None:

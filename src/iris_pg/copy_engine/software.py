@@ -27,7 +27,7 @@ from iris_pg.copy_engine.reduction import reduce_bytes
 from iris_pg.copy_engine.ring import Ring
 from iris_pg.copy_engine.trace import LONGEST, Trace, Traces
 from iris_pg.copy_engine.translate import Batch
-from iris_pg.copy_engine.trap import REDUCE, Reduction, requested
+from iris_pg.copy_engine.trap import PULL, REDUCE, Pull, Reduction, requested
 from iris_pg.errors import DeadlineError, IrisError, PacketError, QueueError
 from iris_pg.platforms.atomics import atomics
 
@@ -67,6 +67,7 @@ class Queue:
         patience: how polls wait.
         hostile: seeded generator; when given, copies are split and reordered and packets delayed at random.
         on_trap: called with the context of a TRAP packet.
+        read: (rank, dst, src, nbytes) -> copies from the memory of another rank's process, for PULL traps.
         on_fault: called once, with what made the queue failed.
     """
 
@@ -77,8 +78,9 @@ class Queue:
         hostile: random.Random | None = None,
         on_trap: Callable[[int], None] | None = None,
         on_fault: Callable[[BaseException], None] | None = None,
+        read: Callable[[int, int, int, int], None] | None = None,
     ) -> None:
-        self.ring, self.patience, self.hostile, self.on_trap = ring, patience, hostile, on_trap
+        self.ring, self.patience, self.hostile, self.on_trap, self._read = ring, patience, hostile, on_trap, read
         self._on_fault = on_fault
         self.fault: BaseException | None = None
         self._at = 0  # index of the next packet to execute; only moves under the lock
@@ -90,6 +92,7 @@ class Queue:
         self._annex = b""  # payload of the last NOP; a copy, as the next packet may be executed after it is overwritten
         ops = atomics()
         self._load32, self._store32, self._rmw, self._copy_rows = ops.load32, ops.store32, ops.rmw, ops.copy_rows
+        self._load64 = ops.load64
         self._cas, self._spin = {4: ops.cas32, 8: ops.cas64}, ops.spin32
         self._store64, self._native = ops.store64, ops.execute
         self._traces = Traces()
@@ -102,6 +105,7 @@ class Queue:
             d.ConstFill: self._fill,
             d.Trap: self._trap,
             Reduction: self._reduce,
+            Pull: self._pull,
             d.Timestamp: self._timestamp,
         }
 
@@ -265,9 +269,9 @@ class Queue:
                 if kind is nop:
                     self._annex = bytes(view[place + 4 : place + min(length, _LONGEST_ANNEX)])
                 else:
-                    if kind is d.Trap and packet.context == REDUCE:
-                        packet = requested(self._annex)
-                        kind = Reduction  # type: ignore[assignment]
+                    if kind is d.Trap and packet.context in (REDUCE, PULL):
+                        packet = requested(packet.context, self._annex)
+                        kind = type(packet)
                     if self.hostile:
                         self._delay()
                     if not execute[kind](packet, wait):
@@ -413,6 +417,14 @@ class Queue:
 
     def _reduce(self, r: Reduction, wait: bool) -> bool:
         reduce_bytes(r.op, r.dtype, r.dst, r.sources, r.nbytes)
+        return True
+
+    def _pull(self, p: Pull, wait: bool) -> bool:
+        if self._read is None:
+            raise PacketError(f"{p}: this queue reads no other process")
+        src = self._load64(p.offer) + p.offset
+        for start, stop in self._pieces(p.nbytes) if self.hostile and p.nbytes > 1 else ((0, p.nbytes),):
+            self._read(p.rank, p.dst + start, src + start, stop - start)
         return True
 
     def _timestamp(self, p: d.Timestamp, wait: bool) -> bool:

@@ -11,8 +11,8 @@ from __future__ import annotations
 from array import array
 
 from iris_pg.copy_engine import decoder as d
-from iris_pg.copy_engine.trap import REDUCE, Reduction, requested
-from iris_pg.platforms.atomics import AWAIT, COPY, OTHER, STORE
+from iris_pg.copy_engine.trap import PULL, REDUCE, Pull, Reduction, requested
+from iris_pg.platforms.atomics import AWAIT, COPY, OTHER, STORE, STORE64
 
 LONGEST = 4096  # bytes of a run
 _KEPT = 1024  # runs, then all are forgotten
@@ -30,16 +30,16 @@ class Trace:
     """
 
     def __init__(self, words: bytes) -> None:
-        self.packets: list[d.Packet | Reduction] = []
+        self.packets: list[d.Packet | Reduction | Pull] = []
         self.starts: list[int] = []
         self.nbytes = len(words)
         self._words = array("Q")
         at = nop = 0  # nop: where the last NOP began
         while at < len(words):
             decoded = d.decode(words, at, len(words))
-            packet: d.Packet | Reduction = decoded
-            if type(packet) is d.Trap and packet.context == REDUCE:
-                packet = requested(words[nop + 4 : at])
+            packet: d.Packet | Reduction | Pull = decoded
+            if type(packet) is d.Trap and packet.context in (REDUCE, PULL):
+                packet = requested(packet.context, words[nop + 4 : at])
             if type(packet) is d.Nop:
                 nop = at
             else:
@@ -50,7 +50,7 @@ class Trace:
         self.operations = self._words.buffer_info()[0]
 
 
-def _native(packet: d.Packet | Reduction) -> tuple[int, int, int, int]:
+def _native(packet: d.Packet | Reduction | Pull) -> tuple[int, int, int, int]:
     match packet:
         case d.CopyLinear(dst, src, nbytes):
             return COPY, dst, src, nbytes
@@ -58,6 +58,8 @@ def _native(packet: d.Packet | Reduction) -> tuple[int, int, int, int]:
             return STORE, address, value, 0
         case d.PollRegMem(address, reference, mask, d.Comparison.EQUAL) if mask == _FULL_MASK and not packet.gives_up:
             return AWAIT, address, reference, 0
+        case d.Atomic(address=address, op=d.Operation.SWAP, operand=operand, width_bytes=8):
+            return STORE64, address, operand, 0
     return OTHER, 0, 0, 0
 
 

@@ -6,6 +6,8 @@ step        packets
 Copy        COPY_LINEAR, split where its count field ends
 Copy2D      COPY_LINEAR_SUB_WINDOW_LARGE
 Signal      FENCE: writes the tag after everything before it
+Offer       ATOMIC SWAP of the address, and a Signal
+Pull        NOP and TRAP: the software engine's host reads another process (trap.py)
 Take        POLL_REGMEM until == tag, then FENCE: writes 0
 Wait        POLL_REGMEM until >= value
 Add         ATOMIC ADD without return
@@ -21,7 +23,8 @@ from dataclasses import dataclass, field
 from iris_pg.copy_engine import packets, trap
 from iris_pg.copy_engine.ring import Patch
 from iris_pg.errors import UnsupportedError
-from iris_pg.program import Add, Copy, Copy2D, Program, Reduce, Ref, Signal, Step, Take, Wait
+from iris_pg.flags import OFFER
+from iris_pg.program import Add, Copy, Copy2D, Offer, Program, Pull, Reduce, Ref, Signal, Step, Take, Wait
 
 _PLACEHOLDER = 1 << 12  # stands for an address that is patched in before a consumer sees it
 
@@ -79,6 +82,16 @@ class _Writer:
                     src=(src, packets.SUB_WINDOW_SRC_OFFSET),
                     dst=(dst, packets.SUB_WINDOW_DST_OFFSET),
                 )
+            case Offer(flag, tag, src=src):
+                self.put(
+                    packets.atomic(self.address(flag + OFFER), packets.AtomicOp.SWAP, self.address(src), width_bytes=8),
+                    flag=(flag + OFFER, packets.ATOMIC_ADDRESS_OFFSET),
+                    src=(src, packets.ATOMIC_OPERAND_OFFSET),
+                )
+                self.put(packets.fence(self.address(flag), tag), flag=(flag, packets.FENCE_ADDRESS_OFFSET))
+            case Pull(dst, flag, writer, nbytes, offset):
+                asked = trap.Pull(writer, self.address(dst), self.address(flag + OFFER), offset, nbytes)
+                self.put(asked.request(), dst=(dst, trap.PULL_DST_OFFSET))
             case Signal(flag, tag):
                 self.put(packets.fence(self.address(flag), tag), flag=(flag, packets.FENCE_ADDRESS_OFFSET))
             case Take(flag=flag, tag=tag):
@@ -96,8 +109,8 @@ class _Writer:
             case Reduce(dst, sources, nbytes, dtype, op):
                 addresses = tuple(self.address(source) for source in sources)
                 places = {f"source{i}": (r, trap.SOURCES_OFFSET + 8 * i) for i, r in enumerate(sources)}
-                asked = trap.Reduction(op, dtype, self.address(dst), addresses, nbytes)
-                self.put(trap.request(asked), dst=(dst, trap.DST_OFFSET), **places)
+                reduction = trap.Reduction(op, dtype, self.address(dst), addresses, nbytes)
+                self.put(reduction.request(), dst=(dst, trap.DST_OFFSET), **places)
             case _:
                 raise UnsupportedError(
                     f"{type(step).__name__} has no SDMA packet; a copy engine moves bytes and cannot add them"

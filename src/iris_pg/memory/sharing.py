@@ -190,9 +190,9 @@ class Links:
             try:
                 link.settimeout(max(deadline - time.monotonic(), 0.001))
                 link.connect("\0" + cards[peer]["address"])
-                if self._uid(link) != os.getuid():
+                if _uid(link) != os.getuid():
                     raise UnsupportedError(
-                        f"rank {peer} runs as uid {self._uid(link)} and rank {self.rank} as uid {os.getuid()}; memory "
+                        f"rank {peer} runs as uid {_uid(link)} and rank {self.rank} as uid {os.getuid()}; memory "
                         f"is shared between processes of one user only {self._where()}"
                     )
                 link.send(_FRAME.pack(_HELLO, self.rank) + cards[peer]["token"].encode())
@@ -222,7 +222,7 @@ class Links:
             right = kind == _HELLO
             right = right and secrets.compare_digest(frame[_FRAME.size :], cards[self.rank]["token"].encode())
             right = right and self.rank < peer < self.world and peer not in self._sockets
-            right = right and self._uid(link) == os.getuid()
+            right = right and _uid(link) == os.getuid()
             if right:
                 link.send(cards[peer]["token"].encode())
         except (OSError, struct.error):
@@ -252,10 +252,9 @@ class Links:
         if gone:
             raise PeerLostError(f"{_names(gone)} died during set-up {self._where()}")
 
-    @staticmethod
-    def _uid(link: socket.socket) -> int:
-        _, uid, _ = struct.unpack("3i", link.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
-        return int(uid)
+    def pid(self, peer: int) -> int:
+        """Return the process of ``peer``, by its number here; 0 when it has none here (another PID namespace)."""
+        return _credentials(self._sockets[peer])[0]
 
     def _late(self, ranks: Sequence[int], did_not: str) -> DeadlineError:
         return DeadlineError(
@@ -407,6 +406,15 @@ class Links:
         self.closed = "this process is a fork of the one that created it"
         self._lock = threading.Lock()  # whoever held it lives in the parent
         self._drop()
+
+
+def _credentials(link: socket.socket) -> tuple[int, int, int]:
+    """Return (pid, uid, gid) of the process at the other end."""
+    return struct.unpack("3i", link.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+
+
+def _uid(link: socket.socket) -> int:
+    return _credentials(link)[1]
 
 
 def _wait_readable(link: socket.socket, timeout_s: float) -> None:

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 _RMW = ("add", "sub", "and", "or", "xor", "xchg", "min", "max", "umin", "umax", "uinc_wrap", "udec_wrap")
 
 
-COPY, STORE, AWAIT, OTHER = range(4)  # what execute() can be asked to do; OTHER hands the operation back
+COPY, STORE, AWAIT, OTHER, STORE64 = range(5)  # what execute() can be asked to do; OTHER hands the operation back
 RING_FULL = (1 << 64) - 1
 
 
@@ -34,9 +34,12 @@ class Atomics(NamedTuple):
 
     ``execute(operations, first, count, turns) -> index`` carries out operations of four 64-bit words each, without the
     GIL, and returns the index of the first that it did not: ``count`` when it did all, else one that waits longer than
-    ``turns`` looks or that it does not know. They are ``(COPY, dst, src, nbytes)``, ``(STORE, address, value, 0)`` with
-    release order, and ``(AWAIT, address, value, 0)``, which waits with acquire order until the 32-bit word equals the
-    value.
+    ``turns`` looks or that it does not know. They are ``(COPY, dst, src, nbytes)``, ``(STORE, address, value, 0)`` and
+    ``(STORE64, address, value, 0)`` with release order, and ``(AWAIT, address, value, 0)``, which waits with acquire
+    order until the 32-bit word equals the value.
+
+    ``read_process(pid, dst, src, nbytes) -> nbytes read`` copies from the memory of another process, without the GIL:
+    process_vm_readv(2) with one piece on each side; negative when it failed.
 
     ``reserve(cached_wptr, rptr, size, nbytes) -> base`` and ``commit(wptr, doorbell, committed_wptr, base, end) ->
     done`` are the two steps of a producer on a packet ring, each one call: 2^64 - 1 says that the ring is full, and 0
@@ -53,6 +56,7 @@ class Atomics(NamedTuple):
     spin32: Callable[[int, int, int, int, int], int]
     copy_rows: Callable[[int, int, int, int, int, int], None]
     execute: Callable[[int, int, int, int], int]
+    read_process: Callable[[int, int, int, int], int]
     reserve: Callable[[int, int, int, int], int]
     commit: Callable[[int, int, int, int, int], int]
     keep: Any  # the LLVM engine that owns the code
@@ -149,13 +153,17 @@ fetch:
   %w3 = load i64, ptr %p3
   %a1 = inttoptr i64 %w1 to ptr
   %value = trunc i64 %w2 to i32
-  switch i64 %kind, label %out [ i64 {COPY}, label %copy  i64 {STORE}, label %store  i64 {AWAIT}, label %look ]
+  switch i64 %kind, label %out [ i64 {COPY}, label %copy  i64 {STORE}, label %store  i64 {AWAIT}, label %look
+    i64 {STORE64}, label %store64 ]
 copy:
   %a2 = inttoptr i64 %w2 to ptr
   call void @llvm.memmove.p0.p0.i64(ptr %a1, ptr %a2, i64 %w3, i1 false)
   br label %advance
 store:
   store atomic i32 %value, ptr %a1 release, align 4
+  br label %advance
+store64:
+  store atomic i64 %w2, ptr %a1 release, align 8
   br label %advance
 look:
   %left = phi i32 [ %turns, %fetch ], [ %fewer, %again ]
@@ -171,6 +179,20 @@ advance:
   br label %head
 out:
   ret i64 %i
+}}
+declare i64 @process_vm_readv(i32, ptr, i64, ptr, i64, i64)
+define i64 @read_process(i32 %pid, i64 %dst, i64 %src, i64 %n) {{
+entry:
+  %here = alloca [2 x i64]
+  %there = alloca [2 x i64]
+  %n1 = getelementptr i64, ptr %here, i64 1
+  %n2 = getelementptr i64, ptr %there, i64 1
+  store i64 %dst, ptr %here
+  store i64 %src, ptr %there
+  store i64 %n, ptr %n1
+  store i64 %n, ptr %n2
+  %got = call i64 @process_vm_readv(i32 %pid, ptr %here, i64 1, ptr %there, i64 1, i64 0)
+  ret i64 %got
 }}
 define i64 @reserve(i64 %cached, i64 %rptr, i64 %size, i64 %n) {{
 entry:
@@ -262,6 +284,7 @@ def _compile() -> Atomics:
         spin32=bind("spin32", without_gil, word[4], address, *[word[4]] * 4),
         copy_rows=bind("copy_rows", without_gil, None, *[address] * 6),
         execute=bind("execute", without_gil, word[8], address, address, address, word[4]),
+        read_process=bind("read_process", without_gil, ctypes.c_int64, ctypes.c_int32, *[address] * 3),
         reserve=bind("reserve", with_gil, word[8], *[address] * 4),
         commit=bind("commit", with_gil, word[8], *[address] * 5),
         keep=engine,

@@ -172,6 +172,14 @@ def private_memory(nbytes: int) -> Reservation:
     return reservation
 
 
+def read_error(pid: int, address: int) -> int:
+    """Return the error number with which a byte in the memory of another process cannot be read; 0 when it can."""
+    byte = ctypes.create_string_buffer(1)
+    here, there = (ctypes.c_size_t * 2)(ctypes.addressof(byte), 1), (ctypes.c_size_t * 2)(address, 1)
+    got = _libc.process_vm_readv(pid, here, 1, there, 1, 0)
+    return 0 if got == 1 else ctypes.get_errno()
+
+
 def usable_cores() -> int:
     """Return how many cores this process may run on."""
     return len(os.sched_getaffinity(0))

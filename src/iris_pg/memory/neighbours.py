@@ -1,0 +1,90 @@
+"""The processes of a group's ranks, whose memory this one may read where the system allows it: process_vm_readv(2).
+
+Linux lets a process read another of the same user that is not protected (prctl PR_SET_DUMPABLE), unless a security
+module forbids it (kernel.yama.ptrace_scope above 0, a container's seccomp filter). So every rank tries with every other
+when the group is made, and all of them do it, or none.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+import secrets
+
+import torch
+
+from iris_pg.errors import UnsupportedError, where
+from iris_pg.memory.sharing import Links
+from iris_pg.platforms import cpu
+from iris_pg.platforms.atomics import atomics
+
+_TOKEN_BYTES = 16
+
+
+class Neighbours:
+    """Reads the memory of other ranks. Collective to make.
+
+    Args:
+        links: the group's links.
+
+    Attributes:
+        is_readable: whether every rank can read every other.
+        reason: why, in words.
+    """
+
+    def __init__(self, links: Links) -> None:
+        self._links = links
+        self._pids = [os.getpid() if rank == links.rank else links.pid(rank) for rank in range(links.world)]
+        self._read = atomics().read_process
+        token = secrets.token_bytes(_TOKEN_BYTES)
+        mine = ctypes.create_string_buffer(token, _TOKEN_BYTES)
+        problem = self._unreadable()
+        told = dict(address=ctypes.addressof(mine), token=token.hex(), problem=problem)
+        messages = links.exchange(told, what="create the group, memory to read")
+        problems = [m.payload["problem"] for m in messages]
+        if not any(problems):
+            problems = self._try([m.payload for m in messages])
+        self.is_readable = not any(problems)
+        self.reason = next(filter(None, problems), "every rank may read the memory of every other")
+
+    @staticmethod
+    def _unreadable() -> str | None:
+        # Memory that a GPU's driver has pinned for tensors cannot be read by other processes.
+        return "there are GPUs, with pinned memory" if torch.cuda.device_count() else None
+
+    def _try(self, cards: list[dict[str, object]]) -> list[str | None]:
+        """Return what is in the way, of every rank."""
+        problem = None
+        for rank, card in enumerate(cards):
+            seen = ctypes.create_string_buffer(_TOKEN_BYTES)
+            address, pid = int(str(card["address"])), self._pids[rank]
+            got = self._read(pid, ctypes.addressof(seen), address, _TOKEN_BYTES)
+            if got != _TOKEN_BYTES:
+                why = os.strerror(cpu.read_error(pid, address))
+                problem = problem or f"rank {self._links.rank} may not read rank {rank}'s memory ({why})"
+            elif seen.raw.hex() != card["token"]:
+                problem = problem or f"rank {self._links.rank} does not see rank {rank}'s process"
+        messages = self._links.exchange(dict(problem=problem), what="create the group, memory was read")
+        return [m.payload["problem"] for m in messages]
+
+    def read(self, rank: int, dst: int, src: int, nbytes: int) -> bool:
+        """Copy ``nbytes`` to ``dst`` from ``src`` in the memory of ``rank``'s process; return False when that is gone.
+
+        Raises:
+            UnsupportedError: that memory cannot be read.
+        """
+        pid = self._pids[rank]
+        while nbytes:
+            got = self._read(pid, dst, src, nbytes)  # at most 2 GiB at a time
+            if got <= 0:
+                code = cpu.read_error(pid, src)
+                if code == errno.ESRCH or rank in self._links.lost():
+                    return False
+                raise UnsupportedError(
+                    f"the tensor of rank {rank} at {src:#x} cannot be read from another process ({os.strerror(code)}): "
+                    "memory of a device, or unmapped; set IRIS_PG_DIRECT_BYTES=0 "
+                    f"{where(group=self._links.group, rank=self._links.rank)}"
+                )
+            dst, src, nbytes = dst + got, src + got, nbytes - got
+        return True
