@@ -45,6 +45,11 @@ class PreparedExchanges:
             cuda.write(stream, self._word, number)
 
 
+def last_resort_s(timeout_s: float) -> float:
+    """Return the deadline of kernels, for a group's. It is longer, as the watchdog says more of what is late."""
+    return 2 * timeout_s + 10
+
+
 def has_reduction(op: str, dtype: str) -> bool:
     """Return whether the kernels have a reduction."""
     try:
@@ -74,14 +79,15 @@ class DeviceExchanges:
         """Return name -> nbytes of what it takes in the heap."""
         return area_bytes(self.world, self._slot_bytes, DEFAULT_COMM_SMS)
 
-    def use(self, heap: SymmetricHeap, timeout_s: float) -> None:
-        """Use a heap, which has the :meth:`areas`. No rank launches before all have come here."""
+    def use(self, heap: SymmetricHeap, timeout_s: float) -> DeviceKernels:
+        """Use a heap, which has the :meth:`areas`; return the kernels. No rank launches before all have come here."""
         self._heap = heap
         for name, nbytes in self.areas().items():
             heap.bytes_at(self.rank, heap.areas[name], nbytes).zero_()
         torch.cuda.synchronize(self.device)
-        sizes = (self._slot_bytes, DEFAULT_COMM_SMS, timeout_s, self.device)
+        sizes = (self._slot_bytes, DEFAULT_COMM_SMS, last_resort_s(timeout_s), self.device)
         self.kernels = DeviceKernels(self.rank, self.world, heap.bases, heap.areas, *sizes)
+        return self.kernels
 
     def operation(
         self,
@@ -119,4 +125,4 @@ class DeviceExchanges:
         self._prepared.clear()
 
 
-__all__ = ["DeviceExchanges", "PreparedExchanges", "has_reduction"]
+__all__ = ["DeviceExchanges", "PreparedExchanges", "has_reduction", "last_resort_s"]

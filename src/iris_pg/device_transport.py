@@ -29,7 +29,7 @@ from iris_pg.collectives.barrier import barrier
 from iris_pg.collectives.flow import Flow, Fold
 from iris_pg.collectives.setting import Setting
 from iris_pg.device_copies import DeviceCopies, Prepared
-from iris_pg.device_exchanges import DeviceExchanges, PreparedExchanges, has_reduction
+from iris_pg.device_exchanges import DeviceExchanges, PreparedExchanges, has_reduction, last_resort_s
 from iris_pg.device_page import DevicePage
 from iris_pg.device_watchdog import Captured, Watchdog
 from iris_pg.device_work import Held, Lane, StreamWork, raw_stream, stream_of
@@ -85,8 +85,9 @@ class DeviceTransport:
         self.heap = self.tensors = SymmetricHeap(links, options.heap_bytes, areas, memory)
         self._copies.use(self.heap)
         self._uses_kernels: dict[Key, bool] = {}
+        self._kernels = None
         if self._exchanges:
-            self._exchanges.use(self.heap, timeout_s)
+            self._kernels = self._exchanges.use(self.heap, timeout_s)
             links.exchange({}, what="create the cu engine for CUDA tensors")
         self._lane = Lane(page.reader(0), lambda peer: page.word_of(peer, 0))
         graphs = 1 + 2 * self.world
@@ -99,8 +100,7 @@ class DeviceTransport:
         self._mail: dict[tuple[str, int], _MailLane] = {}
         self._handles: dict[int, Any] = {}
         self._is_fork = self._is_closed = False
-        kernels = self._exchanges.kernels if self._exchanges else None
-        looked_after = (self.watch, page, self._lanes, self._captured, self._lock, kernels)
+        looked_after = (self.watch, page, self._lanes, self._captured, self._lock, self._kernels)
         self._watchdog = Watchdog(*looked_after, timeout_s, f"iris_pg {links.group} watchdog")
         _open_transports.add(self)
 
@@ -374,6 +374,8 @@ class DeviceTransport:
     def set_timeout(self, timeout_s: float) -> None:
         """Set the deadline of later waits."""
         self._watchdog.timeout_s = timeout_s
+        if self._kernels:
+            self._kernels.timeout_s = last_resort_s(timeout_s)
 
     def close(self, why: str = "closed", patience_s: float | None = None) -> None:
         """Drop the heap, once nothing uses it any more. Idempotent.

@@ -106,8 +106,8 @@ class Watchdog:
                 self.release(lambda: not any(self._under_way()))
                 return
             try:
-                if self._kernels and self._kernels.late is not None:
-                    raise DeadlineError(self._watch.late(self._kernels.late))
+                if self._kernels:
+                    self._kernels.check()
                 for lane, begun in self._under_way():
                     self._look(lane, begun)
             except IrisError as error:

@@ -16,7 +16,16 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device; torch sees none"),
 ]
 STEPS = 4
-HELD = ["thread", "nvidia", "anon_inode", "child", "pipe", "descriptor of /"]  # by the driver, cuBLAS, Inductor
+# By the driver, by cuBLAS, by Inductor, each for as long as the process.
+HELD = ["thread", "nvidia", "anon_inode", "child", "pipe", "descriptor of /", "/sem."]
+    "thread",
+    "nvidia",
+    "anon_inode",
+    "child",
+    "pipe",
+    "descriptor of /",
+    "/sem.",
+]  # by the driver, cuBLAS, Inductor
 
 
 def step_of(net, rank, step, optimizer):
