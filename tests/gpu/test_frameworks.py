@@ -18,14 +18,6 @@ pytestmark = [
 STEPS = 4
 # By the driver, by cuBLAS, by Inductor, each for as long as the process.
 HELD = ["thread", "nvidia", "anon_inode", "child", "pipe", "descriptor of /", "/sem."]
-    "thread",
-    "nvidia",
-    "anon_inode",
-    "child",
-    "pipe",
-    "descriptor of /",
-    "/sem.",
-]  # by the driver, cuBLAS, Inductor
 
 
 def step_of(net, rank, step, optimizer):
