@@ -5,6 +5,8 @@ Bytes: the writer of n bytes writes n into each peer's output, which is the lowe
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from iris_pg.collectives.flow import Flow
 from iris_pg.collectives.setting import Setting
 from iris_pg.program import Copy, Program, Signal, Step, Take
@@ -16,9 +18,10 @@ def push(s: Setting, flow: Flow) -> Program:
     The owner of an output lets its writers in (enter); a writer says when it has written (done). A writer signals done
     only after it took enter, and an owner enters again only after it took done, so no mailbox is ever signalled twice.
     """
-    steps: list[Step] = [Signal(s.flag(part.peer, s.page.enter(s.rank)), s.tag) for part in flow.receives]
-    if flow.own:
-        steps.append(flow.own)
+    enter: list[Step] = [Signal(s.flag(part.peer, s.page.enter(s.rank)), s.tag) for part in flow.receives]
+    own: list[Step] = [replace(flow.own, lane=s.receiving)] if flow.own else []
+    # Beside what is sent, or, where lanes are merged, first: the flags that follow are then one call.
+    steps = own + enter if s.pushes else enter + own
     for part in flow.sends:
         assert part.there
         steps.append(Take(s.flag(s.rank, s.page.enter(part.peer)), part.peer, s.tag))
