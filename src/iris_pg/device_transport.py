@@ -42,7 +42,7 @@ from iris_pg.planner import engine_for, uses_kernels, words_of_table
 from iris_pg.platforms import cuda
 from iris_pg.program import Program
 from iris_pg.transport import BARRIER
-from iris_pg.watch import Key, Watch
+from iris_pg.watch import Key, Watch, text_of
 
 _PREPARED = 4096  # most operations whose driver calls are kept
 _PROGRAMS = 1024  # most programs that are kept
@@ -166,7 +166,7 @@ class DeviceTransport:
                 return self.perform(*given)
         with self._lock:
             watch = self.watch
-            watch.check_open()
+            self._check_usable(key)
             captures = torch._C._cuda_isCurrentStreamCapturing()
             # Before anyone is told that the operation has begun: what is wrong with it is an error and no more.
             where_to = names, tuple(addresses)
@@ -203,6 +203,19 @@ class DeviceTransport:
             self._lane.add(key, prepared.program, held)
             self._lane.oldest()
             return work
+
+    def _check_usable(self, key: Key) -> None:
+        """Raise when the group has failed. A peer that gave up released its streams, so flags may have been signalled
+        for an operation that this rank is about to begin, and what it would receive is not to be used.
+        """
+        watch = self.watch
+        watch.check_open()
+        if watch.hears_failure():
+            try:
+                watch.check_failed(text_of(key), self._where(str(key[0])))
+            except IrisError as error:
+                watch.give_up(error)
+                raise
 
     def _is_for_kernels(self, key: Key, local: Any, flow: Callable[[Key, Any], Flow | Fold]) -> bool:
         """Return whether an operation is of the cu engine; all ranks decide alike."""
@@ -303,7 +316,8 @@ class DeviceTransport:
             )
         nbytes, most = tensor.numel() * tensor.element_size(), MAIL_SLOTS * self._copies.pair_bytes
         with self._lock, torch.cuda.device(self.device):
-            self.watch.check_open()
+            said: Key = (op, nbytes, "bytes", direction, "rank", peer)
+            self._check_usable(said)
             captures = torch.cuda.is_current_stream_capturing()
             if captures and nbytes > most:
                 raise UnsupportedError(
@@ -315,7 +329,6 @@ class DeviceTransport:
             lane = mail.lane
             prepared, chunks = prepare(peer, tag, tensor.data_ptr(), nbytes, mail.chunks, mail.word)
             mail.chunks += chunks
-            said: Key = (op, nbytes, "bytes", direction, "rank", peer)
             if captures:
                 return self._capture(said, prepared, outputs, after, is_in_line=False)
             stream, raw = mail.stream, mail.stream.cuda_stream

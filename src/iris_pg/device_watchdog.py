@@ -106,6 +106,9 @@ class Watchdog:
                 self.release(lambda: not any(self._under_way()))
                 return
             try:
+                if self._watch.hears_failure():
+                    sequence, key = self._watch.current()
+                    self._watch.check_failed(text_of(key), self._watch.where(sequence, key), self._watch.absent)
                 if self._kernels:
                     self._kernels.check()
                 for lane, begun in self._under_way():

@@ -169,6 +169,10 @@ class Watch:
             f"{self.where(sequence, key)}"
         )
 
+    def hears_failure(self) -> bool:
+        """Return whether a peer says that the group has failed."""
+        return any(self._load64(self.heap.base + self.page.failure(peer)) for peer in range(self.world))
+
     def check_failed(self, what: str, where_: str, absent: Callable[[], str] = str) -> None:
         """Raise when the group has failed here, or a peer says that it has; the error begins with ``what``."""
         if self.failure:
