@@ -1,1 +1,1 @@
-"""The conformance table: every collective, over element types, shapes, memory layouts and groups, with its reference."""
+"""The conformance table: every collective over element types, shapes, layouts and groups, with its reference."""

@@ -6,7 +6,8 @@ import itertools
 from collections import Counter
 from collections.abc import Callable, Iterator
 
-from table.operations import OPERATIONS, Operation, Row
+from table.call import Row
+from table.operations import OPERATIONS, Operation
 from table.reductions import TAKEN
 
 GROUPS: dict[str, Callable[[int], list[int]]] = {

@@ -38,7 +38,7 @@ def numbers(dtype: torch.dtype, shape: Shape, *salt: int) -> torch.Tensor:
     return torch.randn(shape, generator=generator, dtype=wide).to(dtype)
 
 
-# Layouts: the same values, elsewhere in memory -------------------------------------------------------------------------
+# Layouts: the same values, elsewhere in memory ------------------------------------------------------------------------
 
 
 def storage(numel: int, dtype: torch.dtype) -> torch.Tensor:
