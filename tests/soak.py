@@ -41,8 +41,8 @@ from table.operations import OPERATIONS
 from table.sample import kinds
 from table.values import FORMS, Form
 
-WARM_UP = 2  # rounds, after which memory is compared
-GROWTH_MIB = 24.0  # most that a process may grow from then on
+WARM_UP = 4  # rounds, after which memory is compared; caches are filling, and libraries being loaded
+GROWTH_MIB = 48.0  # most that a process may grow from then on: a cache of 32 MiB, and what lies free between blocks
 WAIT_S = 60.0  # deadline of every wait in a group
 TOGETHER = {"sdma": 25, "cu": 3}  # operations between two agreements on whether there is time for more
 MIXED = 3  # one round of so many has groups of all engines: one that is an interpreter leaves the others little time
@@ -143,7 +143,7 @@ def play(round_: int, seed: int, engines: list[str], until: float, done: Counter
     unsorted = dict(sort_ranks=False) if "sort_ranks" in inspect.signature(dist.new_group).parameters else {}
     mine = [(dist.group.WORLD, "sdma")]
     made = []
-    if round_ % MIXED != MIXED - 1:
+    if round_ % MIXED:
         engines = engines[:1]
     for _ in range(GROUPS):
         members = shared.sample(range(world), shared.randrange(1, world + 1))
@@ -286,7 +286,8 @@ def main() -> int:
         return 0
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     command = [sys.executable, __file__, *sys.argv[1:], "--seed", str(arguments.seed), "--port", str(store.port)]
-    environment = dict(os.environ, OMP_NUM_THREADS="1")
+    # One arena: with one for each thread that came and went, memory grows by what lies free in them.
+    environment = dict(os.environ, OMP_NUM_THREADS="1", MALLOC_ARENA_MAX="1")
     engines, rounds = arguments.engines.split(","), list[list[dict[str, Any]]]()
     print(f"seed {arguments.seed}, {arguments.ranks} ranks")
     print(

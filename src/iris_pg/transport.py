@@ -43,7 +43,7 @@ from iris_pg.watch import Key, Watch, tag_of
 from iris_pg.work import IrisWork
 
 _RING_BYTES = 4 << 20
-_CACHE_BYTES = 32 << 20  # of encoded programs
+_CACHE_BYTES = 32 << 20  # of memory for encoded programs
 _PIECE_BYTES = 128 << 10  # pulled at a time to be reduced, so that it is still in the cache
 
 BARRIER: Key = ("barrier",)
@@ -247,10 +247,10 @@ class Transport:
         assert self.queue
         batches = encode(made, self._address, bindings, self.queue.ring.largest_batch)
         self._programs[key, local, slot] = batches
-        self._programs_bytes += sum(len(b.packets) for b in batches)
+        self._programs_bytes += sum(b.memory_bytes for b in batches)
         while self._programs_bytes > _CACHE_BYTES and len(self._programs) > 1:
             _, old = self._programs.popitem(last=False)
-            self._programs_bytes -= sum(len(b.packets) for b in old)
+            self._programs_bytes -= sum(b.memory_bytes for b in old)
         return batches
 
     def _address(self, ref: Ref) -> int:
