@@ -39,11 +39,11 @@ def runs_the_table(rank, world, engine):
     return mistakes(rows(engine, world), groups_of(world, "iris"), groups_of(world, "gloo"))
 
 
-@pytest.mark.timeout(7200 if FULL else 150)
+@pytest.mark.timeout(7200 if FULL else 180)
 @pytest.mark.parametrize("world", WORLDS)
 @pytest.mark.parametrize("engine", ENGINES)
 def test_the_table(ranks, engine, world):
-    for said in ranks(world).run(runs_the_table, engine, options=dict(engine=engine), timeout_s=7000 if FULL else 90):
+    for said in ranks(world).run(runs_the_table, engine, options=dict(engine=engine), timeout_s=7000 if FULL else 120):
         assert not said, "\n".join(said)
 
 

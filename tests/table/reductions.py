@@ -102,7 +102,7 @@ def mistake(op: str, operands: Sequence[torch.Tensor], actual: torch.Tensor, rou
     if op not in _EXACT:
         allowed += (1 + world * (op == "premul_sum")) * torch.finfo(dtype).smallest_normal * own
     got = actual.to(wanted.dtype)
-    return _differ(~((got - wanted).abs() <= allowed), got, wanted)
+    return _differ(~((got - wanted).abs() <= allowed) & ~(got.isnan() & wanted.isnan()), got, wanted)
 
 
 def _differ(wrong: torch.Tensor, actual: torch.Tensor, wanted: torch.Tensor) -> str:
