@@ -295,9 +295,10 @@ class Transport:
         )
         if not self._is_fork:
             # Whoever waits at a poll sees the failure and leaves, also the lock. What it protects may go then.
-            if self.queue and self._thread:
-                self.queue.close(failure)
-                self._thread.close()
+            queue, thread = self.queue, self._thread  # another thread may close the group at the same time
+            if queue and thread:
+                queue.close(failure)
+                thread.close()
             if self._kernels:
                 self._kernels.fail(failure)
                 self._kernels.close()

@@ -124,6 +124,30 @@ def test_pytorch_151159_and_torchft_132_abort_and_go_on_without_a_stuck_rank(ran
     ranks(3).run(aborts_a_stuck_group, options=dict(engine=engine))
 
 
+def closes_while_closing(rank, world):
+    """A thread aborts a group at the moment in which another destroys it."""
+    group = dist.new_group(list(range(world)))
+    work = dist.all_reduce(torch.ones(10), group=group, async_op=True)
+    work.wait()
+    queue = group.transport.queue
+    close = queue.close
+
+    def close_in_between(error):
+        queue.close = close
+        thread = threading.Thread(target=group.abort)
+        thread.start()
+        thread.join()
+        close(error)
+
+    queue.close = close_in_between
+    dist.destroy_process_group(group)
+    assert queue.close == close
+
+
+def test_a_group_that_two_threads_close_at_the_same_time(ranks):
+    ranks(2).run(closes_while_closing, options=dict(engine="sdma"))
+
+
 def makes_groups_at_once(rank, world, times):
     """Destroy and make again at once: a rank may be in the next while another is still in the last."""
     for i in range(times):

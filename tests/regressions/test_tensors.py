@@ -255,6 +255,14 @@ def test_pytorch_148344_8_bit_floats_move_byte_for_byte(ranks, engine):
     check(ranks, engine, [Form((1021,), "contiguous"), Form((3, 5), "strided")], FLOATS_8, operations=moves)
 
 
+@pytest.mark.parametrize("engine", ENGINES)
+def test_4_bit_floats_of_any_layout(ranks, engine):
+    """torch cannot make a larger transposed tensor of them contiguous."""
+    moves = [name for name, operation in OPERATIONS.items() if not operation.reduces]
+    forms = [Form((132, 31), "transposed"), Form((8, 9, 10, 5), "channels_last"), Form((4000,), "strided")]
+    check(ranks, engine, forms, ["float4_e2m1fn_x2"], operations=moves)
+
+
 def every_dtype():
     return sorted({value for value in vars(torch).values() if isinstance(value, torch.dtype)}, key=str)
 

@@ -10,7 +10,18 @@ import torch
 import torch.distributed as dist
 
 from table import reductions
-from table.values import Form, Shape, blank, gaps_are_untouched, laid_out, numbers, random_bytes, same_bytes
+from table.values import (
+    Form,
+    Shape,
+    assign,
+    blank,
+    gaps_are_untouched,
+    laid_out,
+    numbers,
+    packed,
+    random_bytes,
+    same_bytes,
+)
 
 
 @dataclass(frozen=True)
@@ -76,7 +87,7 @@ class Call:
 
     def expected(self, rank: int, part: int = 0, shape: Shape | None = None) -> torch.Tensor:
         """Return the values of :meth:`given`."""
-        return self.given(rank, part, shape).clone(memory_format=torch.contiguous_format)
+        return packed(self.given(rank, part, shape))
 
     def into(self, shape: Shape | None = None) -> torch.Tensor:
         """Return an output [shape] in the row's layout, in memory whose gaps are checked."""
@@ -87,7 +98,7 @@ class Call:
     def in_place(self, rank: int, part: int = 0) -> torch.Tensor:
         """Return an output that holds the values of ``rank``."""
         tensor = self.into()
-        tensor.copy_(self.values(rank, part))
+        assign(tensor, self.values(rank, part))
         return tensor
 
     def stacked(self, parts: list[torch.Tensor]) -> torch.Tensor:

@@ -90,8 +90,22 @@ def laid_out(layout: str, values: torch.Tensor) -> torch.Tensor:
     if layout == "expanded":
         return values[:1].clone().expand(values.shape)
     tensor = blank(layout, tuple(values.shape), values.dtype)
-    tensor.copy_(values)
+    assign(tensor, values)
     return tensor
+
+
+def assign(tensor: torch.Tensor, values: torch.Tensor) -> None:
+    """Copy values into a tensor of the same type and any layout; torch lacks some copies of 4-bit types."""
+    if tensor.dtype.itemsize == 1:
+        tensor, values = tensor.view(torch.uint8), values.view(torch.uint8)
+    tensor.copy_(values)
+
+
+def packed(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a copy that lies in a row in memory, with the strides of such."""
+    made = torch.empty(tensor.shape, dtype=tensor.dtype)
+    assign(made, tensor)
+    return made
 
 
 def gaps_are_untouched(tensor: torch.Tensor) -> bool:
@@ -111,7 +125,7 @@ def same_bytes(actual: torch.Tensor, expected: torch.Tensor) -> bool:
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.contiguous().view(-1).view(torch.uint8)
+    return packed(tensor).view(-1).view(torch.uint8)
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,8 @@ from iris_pg.work import IrisWork, Together
 
 Tensor = torch.Tensor
 
+_UNCOPIED = {torch.float4_e2m1fn_x2}  # types of a byte that torch cannot copy between all layouts
+
 
 class Operations:
     """Base of the classes that hold a group's operations.
@@ -75,7 +77,10 @@ def dense(tensor: Tensor) -> Tensor:
     """Return the values of ``tensor`` in a row in memory, without lazy conjugation or negation; itself where they are
     so already.
     """
-    return tensor.resolve_conj().resolve_neg().contiguous()
+    tensor = tensor.resolve_conj().resolve_neg()
+    if tensor.dtype in _UNCOPIED:
+        return tensor.view(torch.uint8).contiguous().view(tensor.dtype)
+    return tensor.contiguous()
 
 
 def room(tensor: Tensor) -> Tensor:
@@ -91,6 +96,8 @@ def copy(moves: Sequence[tuple[Tensor, Tensor]]) -> None:
     """Copy each second tensor into the first, as the bytes of any other output arrive: unseen by autograd."""
     with torch.no_grad():
         for into, values in moves:
+            if into.dtype in _UNCOPIED:
+                into, values = into.view(torch.uint8), values.view(torch.uint8)
             into.copy_(values)
 
 
