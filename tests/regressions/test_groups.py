@@ -18,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import rank_pool
 from iris_pg.errors import ClosedError, IrisError
+from iris_pg.mailbox import MailWork
 from training import FEATURES, batch, differences, model
 
 ENGINES = ["sdma", "cu"]
@@ -299,3 +300,25 @@ def matches_tags(rank, world):
 @pytest.mark.parametrize("engine", ENGINES)
 def test_pytorch_94819_and_nccl_479_tags_and_receives_that_come_first(ranks, engine):
     ranks(2).run(matches_tags, options=dict(engine=engine))
+
+
+def test_a_receive_is_not_done_before_its_output_is_written():
+    """An output with gaps is copied when the message is whole, by any thread; whoever waits meanwhile waits for that."""
+    work = MailWork("recv", 0, 0, torch.zeros(1), lambda work, timeout_s: None)
+    copying, may_copy, written = threading.Event(), threading.Event(), []
+
+    def copy():
+        copying.set()
+        assert may_copy.wait(10)
+        written.append(True)
+
+    work.completion.after = copy
+    thread = threading.Thread(target=work.finished, args=(None,))
+    thread.start()
+    assert copying.wait(10)
+    timer = threading.Timer(0.1, may_copy.set)
+    timer.start()
+    assert work.wait()
+    assert written
+    thread.join()
+    timer.join()
