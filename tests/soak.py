@@ -44,7 +44,7 @@ from table.values import FORMS, Form
 WARM_UP = 4  # rounds, after which memory is compared; caches are filling, and libraries being loaded
 GROWTH_MIB = 48.0  # most that a process may grow from then on: a cache of 32 MiB, and what lies free between blocks
 WAIT_S = 60.0  # deadline of every wait in a group
-TOGETHER = {"sdma": 25, "cu": 3}  # operations between two agreements on whether there is time for more
+TOGETHER = {"sdma": 10, "cu": 2}  # operations between two agreements on whether there is time for more
 MIXED = 3  # one round of so many has groups of all engines: one that is an interpreter leaves the others little time
 GROUPS = 5  # made in a round, besides the default group
 
@@ -301,7 +301,7 @@ def main() -> int:
             seconds = min(left, arguments.round)
             store.set(f"round {len(rounds)}", str(seconds))
             keys = [f"done {len(rounds)}/{rank}" for rank in range(arguments.ranks)]
-            watch(processes, store, keys, seconds + 2 * WAIT_S)
+            watch(processes, store, keys, seconds + 4 * WAIT_S)
             rounds.append([json.loads(store.get(key)) for key in keys])
             print(row_of_table(begun, rounds, engines), flush=True)
         store.set(f"round {len(rounds)}", "0")

@@ -303,7 +303,7 @@ def test_pytorch_94819_and_nccl_479_tags_and_receives_that_come_first(ranks, eng
 
 
 def test_a_receive_is_not_done_before_its_output_is_written():
-    """An output with gaps is copied when the message is whole, by any thread; whoever waits meanwhile waits for that."""
+    """An output with gaps is copied when the message is whole, by any thread; who waits meanwhile waits for that."""
     work = MailWork("recv", 0, 0, torch.zeros(1), lambda work, timeout_s: None)
     copying, may_copy, written = threading.Event(), threading.Event(), []
 
