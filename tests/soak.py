@@ -145,9 +145,10 @@ def play(round_: int, seed: int, engines: list[str], until: float, done: Counter
     made = []
     if round_ % MIXED:
         engines = engines[:1]
-    for _ in range(GROUPS):
-        members = shared.sample(range(world), shared.randrange(1, world + 1))
-        engine, chunk = shared.choice(engines), shared.choice([256, 4096, 1 << 19])
+    for i in range(GROUPS):
+        # The last engine has a group of all ranks, so that all load what it needs in the same round.
+        members = shared.sample(range(world), shared.randrange(1, world + 1) if i else world)
+        engine, chunk = engines[-1 - i % len(engines)], shared.choice([256, 4096, 1 << 19])
         options = Options(engine=engine, chunk_bytes=chunk, timeout=WAIT_S)
         group = dist.new_group(members, backend="iris", pg_options=options, **unsorted)
         if dist.get_rank() in members:
