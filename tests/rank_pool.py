@@ -185,6 +185,7 @@ class RankPool:
         options: dict[str, Any] | None = None,
         group_timeout_s: float | None = None,
         may_die: Collection[int] = (),
+        may_hold: Collection[str] = (),
     ) -> list[Any]:
         """Run ``fn(rank, world, *args)`` on every rank and return the results by rank.
 
@@ -197,6 +198,7 @@ class RankPool:
             group_timeout_s: the group's timeout; by default less than the deadline, so that the group's own error comes
                 first.
             may_die: ranks that are expected to end their process; their result is None.
+            may_hold: words in what the processes may hold more afterwards, as some libraries never let go.
 
         Raises:
             RankError: with the rank that failed first, its traceback, and what the others said.
@@ -215,7 +217,7 @@ class RankPool:
                     *(prefix, init, pickle.dumps(options), group_timeout_s),
                 )
             )
-        outcomes, leaks, died = self._collect(team, time.monotonic() + timeout_s, may_die)
+        outcomes, leaks, died = self._collect(team, time.monotonic() + timeout_s, may_die, may_hold)
         stuck = {rank: process.stacks() for rank, process in enumerate(team) if process.is_busy and rank not in died}
         for process in team:
             if process.is_busy:
@@ -226,7 +228,7 @@ class RankPool:
         return [pickle.loads(outcomes[rank].result) if rank in outcomes else None for rank in range(world)]
 
     def _collect(
-        self, team: list[_Process], deadline: float, may_die: Collection[int]
+        self, team: list[_Process], deadline: float, may_die: Collection[int], may_hold: Collection[str]
     ) -> tuple[dict[int, Outcome], dict[int, str], dict[int, int]]:
         """Wait for all ranks; return outcomes, leaks and exit codes, each by rank. Who is missing is stuck."""
         rank_of = {process.connection: rank for rank, process in enumerate(team)}
@@ -248,6 +250,7 @@ class RankPool:
                     if len(outcomes) + len(died) == len(team):
                         deadline = max(deadline, time.monotonic() + 2 * CLEAN_S)  # all that is left is cleaning up
                 elif isinstance(message, str):
+                    message = ", ".join(h for h in message.split(", ") if not any(word in h for word in may_hold))
                     leaks[rank] = message
                     team[rank].is_busy = False
                     if message:

@@ -12,20 +12,17 @@ from iris_pg.errors import ArgumentError, UnsupportedError
 
 
 def check_tensor(op: str, name: str, tensor: torch.Tensor) -> None:
-    """Raise unless ``tensor`` is a dense CPU tensor.
+    """Raise unless ``tensor`` is a dense tensor on the CPU or on a CUDA device.
 
     Raises:
-        ArgumentError: not a tensor, or sparse or another layout. UnsupportedError: on another device.
+        ArgumentError: not a tensor, or sparse or another layout. UnsupportedError: on a device of another type.
     """
     if not isinstance(tensor, torch.Tensor):
         raise ArgumentError(f"{op}: {name} is {type(tensor).__name__}; it takes a torch.Tensor")
     if tensor.layout is not torch.strided:
         raise ArgumentError(f"{op}: {name} has layout {tensor.layout}; it takes a dense tensor (call .to_dense())")
-    if tensor.device.type != "cpu":
-        raise UnsupportedError(
-            f"{op}: {name} is on {tensor.device}; this version moves CPU tensors only; use backend nccl for CUDA "
-            "tensors"
-        )
+    if tensor.device.type not in ("cpu", "cuda"):
+        raise UnsupportedError(f"{op}: {name} is on {tensor.device}; it takes tensors on the CPU or on a CUDA device")
 
 
 def check_output(op: str, name: str, tensor: torch.Tensor) -> None:
@@ -63,6 +60,12 @@ def check_same_dtype(op: str, name: str, tensor: torch.Tensor, dtype: torch.dtyp
         raise ArgumentError(f"{op}: {name} has dtype {tensor.dtype} and the input {dtype}; they must be the same")
 
 
+def check_same_device(op: str, name: str, tensor: torch.Tensor, device: torch.device) -> None:
+    """Raise ArgumentError unless ``tensor`` is on ``device``."""
+    if tensor.device != device:
+        raise ArgumentError(f"{op}: {name} is on {tensor.device} and another tensor on {device}; all are on one device")
+
+
 def check_rank(op: str, name: str, rank: int, world: int) -> None:
     """Raise ArgumentError unless ``rank`` is a rank of the group."""
     if not 0 <= rank < world:
@@ -76,6 +79,7 @@ def check_gathered(op: str, output: torch.Tensor, input: torch.Tensor, world: in
     check_tensor(op, "input", input)
     check_output(op, "output", output)
     check_same_dtype(op, "output", output, input.dtype)
+    check_same_device(op, "output", output, input.device)
     if output.numel() != world * input.numel():
         raise ArgumentError(
             f"{op}: output of size {tuple(output.size())} has {output.numel()} elements; it takes {world} x "
@@ -91,6 +95,7 @@ def check_list(op: str, name: str, tensors: Sequence[torch.Tensor], world: int, 
     for i, tensor in enumerate(tensors):
         check_output(op, f"{name}[{i}]", tensor)
         check_same_dtype(op, f"{name}[{i}]", tensor, dtype)
+        check_same_device(op, f"{name}[{i}]", tensor, tensors[0].device)
 
 
 def check_scattered(op: str, output: torch.Tensor, input: torch.Tensor, world: int) -> None:
@@ -98,6 +103,7 @@ def check_scattered(op: str, output: torch.Tensor, input: torch.Tensor, world: i
     check_tensor(op, "input", input)
     check_output(op, "output", output)
     check_same_dtype(op, "output", output, input.dtype)
+    check_same_device(op, "output", output, input.device)
     if input.numel() != world * output.numel():
         raise ArgumentError(
             f"{op}: input of size {tuple(input.size())} has {input.numel()} elements; it takes {world} x "
@@ -113,6 +119,7 @@ def check_inputs(op: str, name: str, tensors: Sequence[torch.Tensor], world: int
         check_tensor(op, f"{name}[{i}]", tensor)
         if tensor.dtype != dtype:
             raise ArgumentError(f"{op}: {name}[{i}] has dtype {tensor.dtype} and another tensor {dtype}; one for all")
+        check_same_device(op, f"{name}[{i}]", tensor, tensors[0].device)
 
 
 def split_bytes(op: str, name: str, tensor: torch.Tensor, splits: Sequence[int], world: int) -> tuple[int, ...]:

@@ -54,6 +54,19 @@ class QueueError(IrisError):
     """A copy-engine queue is stuck or broken; the message holds a dump of the queue."""
 
 
+class DriverError(IrisError):
+    """A call to a GPU's driver failed.
+
+    Args:
+        text: names the call and its status.
+        status: the driver's number for it.
+    """
+
+    def __init__(self, text: str, status: int = 0) -> None:
+        super().__init__(text)
+        self.status = status
+
+
 class ProgramError(IrisError):
     """A set of programs is wrong: deadlock, race, unbalanced flag, or a byte from the wrong place."""
 

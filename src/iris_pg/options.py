@@ -50,6 +50,14 @@ VARIABLES = (
         "size of one staging slot: tensors outside the heap move in pieces of this size",
     ),
     Variable(
+        "IRIS_PG_DEVICE_CHUNK_BYTES",
+        "device_chunk_bytes",
+        int,
+        1 << 24,
+        "bytes, a multiple of 256",
+        "the same for CUDA tensors, in the GPU's memory; a group takes about ten of these on each GPU",
+    ),
+    Variable(
         "IRIS_PG_DIRECT_BYTES",
         "direct_bytes",
         int,
@@ -88,6 +96,7 @@ class Options(Backend.Options):
         engine: ``"auto"``, ``"cu"`` (Triton kernels) or ``"sdma"`` (copy engine).
         heap_bytes: most symmetric memory per rank that tensors of this group may take, in bytes.
         chunk_bytes: size of one staging slot in bytes, a multiple of 256.
+        device_chunk_bytes: the same on a GPU, for CUDA tensors.
         direct_bytes: tensors outside the heap of at least so many bytes are not staged: their readers read them out of
             the sender's process, where the system allows it. 0 means never.
         timeout: deadline of every wait, in seconds or a ``timedelta``; the group's own timeout when None.
@@ -102,6 +111,7 @@ class Options(Backend.Options):
     engine: str
     heap_bytes: int
     chunk_bytes: int
+    device_chunk_bytes: int
     direct_bytes: int
     timeout_s: float | None
     hostile_seed: int | None
@@ -114,11 +124,13 @@ class Options(Backend.Options):
         direct_bytes: int | None = None,
         timeout: float | datetime.timedelta | None = None,
         hostile_seed: int | None = None,
+        device_chunk_bytes: int | None = None,
     ) -> None:
         given: dict[str, Any] = dict(
             engine=engine,
             heap_bytes=heap_bytes,
             chunk_bytes=chunk_bytes,
+            device_chunk_bytes=device_chunk_bytes,
             direct_bytes=direct_bytes,
             timeout=timeout,
             hostile_seed=hostile_seed,
@@ -133,9 +145,10 @@ class Options(Backend.Options):
             raise OptionError(f"engine={value['engine']!r} is not known; it is one of {', '.join(map(repr, ENGINES))}")
         if not isinstance(value["heap_bytes"], int) or value["heap_bytes"] <= 0:
             raise OptionError(f"heap_bytes={value['heap_bytes']!r}; it takes a positive number of bytes")
-        chunk = value["chunk_bytes"]
-        if not isinstance(chunk, int) or chunk <= 0 or chunk % 256:
-            raise OptionError(f"chunk_bytes={chunk!r}; it takes a positive multiple of 256 bytes")
+        for name in ("chunk_bytes", "device_chunk_bytes"):
+            chunk = value[name]
+            if not isinstance(chunk, int) or chunk <= 0 or chunk % 256:
+                raise OptionError(f"{name}={chunk!r}; it takes a positive multiple of 256 bytes")
         direct = value["direct_bytes"]
         if not isinstance(direct, int) or direct < 0:
             raise OptionError(f"direct_bytes={direct!r}; it takes a number of bytes, or 0 for never")
@@ -146,7 +159,8 @@ class Options(Backend.Options):
         if value["hostile_seed"] is not None and not isinstance(value["hostile_seed"], int):
             raise OptionError(f"hostile_seed={value['hostile_seed']!r}; it takes an integer")
         super().__init__("iris", datetime.timedelta(seconds=deadline if deadline is not None else 1800))
-        self.engine, self.heap_bytes, self.chunk_bytes = value["engine"], value["heap_bytes"], chunk
+        self.engine, self.heap_bytes = value["engine"], value["heap_bytes"]
+        self.chunk_bytes, self.device_chunk_bytes = value["chunk_bytes"], value["device_chunk_bytes"]
         self.direct_bytes = direct
         self.timeout_s, self.hostile_seed = deadline, value["hostile_seed"]
 
@@ -155,6 +169,7 @@ class Options(Backend.Options):
             engine=self.engine,
             heap_bytes=self.heap_bytes,
             chunk_bytes=self.chunk_bytes,
+            device_chunk_bytes=self.device_chunk_bytes,
             direct_bytes=self.direct_bytes,
             timeout=self.timeout_s,
             hostile_seed=self.hostile_seed,

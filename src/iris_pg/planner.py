@@ -8,6 +8,29 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+KERNELS_UP_TO = {"all_gather": 2 << 20, "broadcast": 2 << 20, "reduce": 2 << 20}
+"""On a GPU, "auto": bytes of the largest part of an operation up to which it is kernels, and above which it is copies.
+Operations of other names are copies: their ranks do not know each other's sizes, and so could not agree.
+"""
+
+
+def uses_kernels(requested: str, op: str, nbytes: int) -> bool:
+    """Return whether an operation on CUDA tensors is of the cu engine; the same on all ranks.
+
+    Args:
+        op: its name, as in keys.
+        nbytes: of its largest part, which all ranks know.
+    """
+    if requested != "auto":
+        return requested == "cu"
+    return any(op.startswith(kind) and nbytes <= most for kind, most in KERNELS_UP_TO.items())
+
+
+def words_of_table() -> str:
+    """Return what "auto" does on a GPU, in words."""
+    rows = ", ".join(f"{kind} up to {most} bytes" for kind, most in KERNELS_UP_TO.items())
+    return f"kernels (cu) for small operations, which take them half the time: {rows}"
+
 
 class Plan(NamedTuple):
     """What was chosen for one kind of operation.
@@ -35,6 +58,7 @@ AUTO = (
     Row(
         "cpu", "sdma", "on CPUs the cu engine runs in Triton's interpreter, a thousand times slower than a memory copy"
     ),
+    Row("cuda", "sdma", "copy engines move megabytes faster than kernels do, and take no SM"),
 )
 
 

@@ -17,12 +17,12 @@ import datetime
 import functools
 import secrets
 from collections.abc import Sequence
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 import torch.distributed as dist
 
-from iris_pg.errors import ArgumentError, MismatchError, UnsupportedError, where
+from iris_pg.errors import ArgumentError, ClosedError, MismatchError, UnsupportedError, where
 from iris_pg.memory.heap import SymmetricHeap
 from iris_pg.memory.pool import TensorPool
 from iris_pg.memory.sharing import Links
@@ -35,6 +35,9 @@ from iris_pg.operations.rooted import Rooted
 from iris_pg.options import Options
 from iris_pg.transport import Transport
 from iris_pg.work import IrisWork
+
+if TYPE_CHECKING:
+    from iris_pg.device_transport import DeviceTransport
 
 Tensor = torch.Tensor
 
@@ -78,6 +81,8 @@ class IrisProcessGroup(Reductions, Exchanges, Rooted, Messages, dist.ProcessGrou
         self._peers = [(rank + k) % world for k in range(1, world)]
         self._coalescing: list[IrisWork] | None = None
         self._splits = 0
+        self._bound_device: torch.device | None = None
+        self._device_transport: DeviceTransport | None = None
         self.links = Links(store, rank, world, group=name, timeout_s=self._timeout_s)
         try:
             self._agree_on_options()
@@ -87,7 +92,7 @@ class IrisProcessGroup(Reductions, Exchanges, Rooted, Messages, dist.ProcessGrou
             raise
 
     def _agree_on_options(self) -> None:
-        names = ("engine", "heap_bytes", "chunk_bytes", "direct_bytes")
+        names = ("engine", "heap_bytes", "chunk_bytes", "device_chunk_bytes", "direct_bytes")
         mine = {name: getattr(self.options, name) for name in names}
         messages = self.links.exchange({**mine, "token": secrets.token_hex(8)}, what="create the group")
         tokens = [message.payload.pop("token") for message in messages]
@@ -133,19 +138,62 @@ class IrisProcessGroup(Reductions, Exchanges, Rooted, Messages, dist.ProcessGrou
         """The group's symmetric heap: outputs made by ``heap.empty`` are gathered and broadcast without a copy."""
         return self.transport.heap
 
-    @property
-    def _device_types(self) -> list[torch.device]:
-        return [torch.device("cpu")]
+    def heap_on(self, device: torch.device | str) -> SymmetricHeap:
+        """Return the group's symmetric heap on a device: the CPU, or this rank's GPU. Collective for a GPU that the
+        group has moved no tensor of yet.
+
+        Raises:
+            ArgumentError: another GPU than the group's. UnsupportedError: a device of another type.
+        """
+        device = torch.device(device)
+        if device.type == "cuda" and device.index is None:
+            device = torch.device("cuda", torch.cuda.current_device())
+        return self.transport.heap if device.type == "cpu" else self._on(device).heap
 
     @property
-    def bound_device_id(self) -> None:
-        """None: the group is bound to no GPU."""
-        return None
+    def _device_types(self) -> list[torch.device]:
+        # The CPU first: torch takes it for objects then.
+        return [torch.device("cpu"), *([torch.device("cuda")] if torch.cuda.is_available() else [])]
+
+    @property
+    def bound_device_id(self) -> torch.device | None:
+        """The GPU of this rank, if ``device_id`` said so."""
+        return self._bound_device
 
     @bound_device_id.setter
     def bound_device_id(self, device: torch.device | None) -> None:
-        if device is not None and device.type != "cpu":
-            raise UnsupportedError(f"device_id={device}: this version moves CPU tensors only; leave device_id out")
+        self._bound_device = device if device is not None and device.type != "cpu" else None
+
+    def _on(self, device: torch.device) -> DeviceTransport:
+        transport = self._device_transport
+        if transport is not None and transport.device == device:
+            return transport
+        place = where(group=self._name, rank=self._rank)
+        if device.type != "cuda":
+            raise UnsupportedError(f"tensors on {device}: the group moves tensors on CPUs and CUDA devices {place}")
+        if transport is not None:
+            raise ArgumentError(
+                f"a tensor on {device}, and the group has moved tensors on {transport.device} before; a rank of a "
+                f"group has one GPU; move the tensor there, or make another group {place}"
+            )
+        if self.links.closed:
+            raise ClosedError(f"the group is closed ({self.links.closed}) {place}")
+        if torch.cuda.is_current_stream_capturing():
+            raise UnsupportedError(
+                "the group's first operation on a CUDA tensor, while a graph is captured; it allocates memory, which "
+                "all ranks do together; before the capture call any collective on a CUDA tensor, or pass device_id= to "
+                f"init_process_group {place}"
+            )
+        from iris_pg.device_transport import DeviceTransport  # with Triton, which groups of CPU tensors do without
+
+        self._device_transport = DeviceTransport(self.links, self.options, self._timeout_s, device)
+        return self._device_transport
+
+    def _barrier_device(self, opts: Any) -> torch.device | None:
+        if self._device_transport is not None:
+            return self._device_transport.device
+        device = self._bound_device or getattr(opts, "device", None)
+        return device if device is not None and device.type == "cuda" else None
 
     def _get_backend(self, device: torch.device) -> IrisProcessGroup:
         return self
@@ -169,14 +217,23 @@ class IrisProcessGroup(Reductions, Exchanges, Rooted, Messages, dist.ProcessGrou
     supports_coalescing = supports_time_estimate = supports_shrinking = False
 
     def eager_connect_single_device(self, device: torch.device | None = None) -> None:
-        """Nothing to do: a group is connected when it is made."""
+        """Prepare for tensors on a GPU, which the first of them does otherwise. Collective; for torch's ``device_id``.
+
+        Raises:
+            UnsupportedError, MismatchError, DeadlineError, PeerLostError: as :class:`DeviceTransport`.
+        """
+        if device is not None and device.type == "cuda":
+            device = torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
+            self.bound_device_id = device
+            self._on(device)
 
     def perform_nocolor_split(self, device: torch.device) -> None:
         """Nothing to do: ranks outside a new group need not help to make it."""
 
     def supports_tensor_alloc(self, device: torch.device) -> bool:
         """Return whether :meth:`allocate_tensor` makes tensors for ``device``."""
-        return torch.device(device).type == "cpu"
+        kind = torch.device(device).type
+        return kind == "cpu" or (kind == "cuda" and torch.cuda.is_available())
 
     def allocate_tensor(self, size: int, *, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Return an uninitialised tensor [size] in the group's symmetric heap; its memory is used again when it and all
@@ -189,10 +246,20 @@ class IrisProcessGroup(Reductions, Exchanges, Rooted, Messages, dist.ProcessGrou
             return torch.empty(size, dtype=dtype, device=device)
         if not self.supports_tensor_alloc(device):
             raise UnsupportedError(
-                f"allocate_tensor on {device}: this version has a heap for CPU tensors only; use torch.empty "
+                f"allocate_tensor on {device}: heaps are on CPUs and CUDA devices; use torch.empty "
                 f"{where(group=self._name, rank=self._rank)}"
             )
+        device = torch.device(device)
+        if device.type == "cuda":
+            index = torch.cuda.current_device() if device.index is None else device.index
+            self._on(torch.device("cuda", index))
+            return self._device_pool.tensor(size, dtype)
         return self.pool.tensor(size, dtype)
+
+    @functools.cached_property
+    def _device_pool(self) -> TensorPool:
+        assert self._device_transport
+        return TensorPool(self._device_transport.heap)
 
     @functools.cached_property
     def pool(self) -> TensorPool:
@@ -244,6 +311,8 @@ class IrisProcessGroup(Reductions, Exchanges, Rooted, Messages, dist.ProcessGrou
             copy.deepcopy(self.options) if opts is None else opts,
         )
         group._set_group_desc(group_desc or f"{self._description}:split")
+        if self._bound_device:
+            group.eager_connect_single_device(self._bound_device)
         return group
 
     splitGroup = split_group  # noqa: N815 (torch's name)
@@ -279,13 +348,24 @@ class IrisProcessGroup(Reductions, Exchanges, Rooted, Messages, dist.ProcessGrou
         self._timeout_s = timeout.total_seconds()
         self.links.timeout_s = self._timeout_s
         self.transport.set_timeout(self._timeout_s)
+        if self._device_transport:
+            self._device_transport.set_timeout(self._timeout_s)
 
     def shutdown(self) -> None:
-        """Close the group on this rank: pending operations fail, memory and links go. Idempotent."""
-        self.transport.close("destroy_process_group")
-        self.links.close("destroy_process_group")
+        """Close the group on this rank: pending operations on CPU tensors fail, those on CUDA tensors are waited for,
+        memory and links go. Idempotent.
+        """
+        self._close("destroy_process_group", None)
 
-    abort = shutdown
+    def abort(self) -> None:
+        """As :meth:`shutdown`, and do not wait for operations on CUDA tensors that are under way: release them."""
+        self._close("abort", 0.0)
+
+    def _close(self, why: str, patience_s: float | None) -> None:
+        if self._device_transport:
+            self._device_transport.close(why, patience_s)
+        self.transport.close(why)
+        self.links.close(why)
 
 
 def explain(group: dist.ProcessGroup | None = None) -> str:
@@ -303,7 +383,8 @@ def explain(group: dist.ProcessGroup | None = None) -> str:
             f"explain: {type(group).__name__} is not a group of backend iris; make one with "
             'init_process_group("iris") or new_group(backend="iris")'
         )
-    return group.transport.explain()
+    device = group._device_transport
+    return "\n".join([group.transport.explain(), *([device.explain()] if device else [])])
 
 
 def create(dist_opts: Any, options: Any) -> IrisProcessGroup:

@@ -103,15 +103,17 @@ class Watch:
     def late(self, writer: int | None) -> str:
         """Return that the current operation is late, and who keeps it waiting, in words."""
         sequence, key = self.current()
-        return f"{text_of(key)}: Timed out waiting{self._absent(writer)} {self._where(sequence, key)}"
+        return f"{text_of(key)}: Timed out waiting{self.absent(writer)} {self.where(sequence, key)}"
 
-    def _absent(self, writer: int | None) -> str:
+    def absent(self, writer: int | None = None) -> str:
+        """Return which ranks have not begun the current operation, or else that ``writer`` is waited for, in words."""
         sequence, _ = self.current()
-        late = [p for p in range(self.world) if p != self.rank and self._begun(p) < sequence]
+        late = [p for p in range(self.world) if p != self.rank and self.begun(p) < sequence]
         slow = f"; waiting for rank {writer}" if writer is not None and not late else ""
-        return "".join(f"; rank {p} has not begun it (its last is seq {self._begun(p)})" for p in late) + slow
+        return "".join(f"; rank {p} has not begun it (its last is seq {self.begun(p)})" for p in late) + slow
 
-    def _begun(self, peer: int) -> int:
+    def begun(self, peer: int) -> int:
+        """Return the number of operations that ``peer`` has begun."""
         return self._load64(self.heap.bases[peer] + self.page.sequence)
 
     def _noted(self, peer: int, sequence: int) -> int | None:
@@ -122,7 +124,7 @@ class Watch:
     def compare(self, sequence: int, key: Key) -> None:
         """Raise when a peer's operations up to ``sequence`` were not those of this rank."""
         for peer in range(self.world):
-            last = min(sequence, self._begun(peer))  # that both have begun
+            last = min(sequence, self.begun(peer))  # that both have begun
             mine, theirs = self._noted(self.rank, last), self._noted(peer, last)
             if last and None not in (mine, theirs) and mine != theirs:
                 said = self._said(peer)
@@ -132,7 +134,7 @@ class Watch:
                 raise MismatchError(
                     f"ranks are in different operations: rank {self.rank} in {text_of(key)}, rank {peer} in {other}; "
                     "every rank calls the same operations with the same sizes and dtypes in the same order "
-                    f"{self._where(sequence, key)}"
+                    f"{self.where(sequence, key)}"
                 )
 
     def check(self, address: int, expected: int, seen: int) -> None:
@@ -144,7 +146,7 @@ class Watch:
             sequence, key = self.current()
             raise MismatchError(
                 f"ranks are in different operations: rank {self.rank} is in {text_of(key)} and rank {writer} in "
-                f"another, or with other sizes or dtypes {self._where(sequence, key)}"
+                f"another, or with other sizes or dtypes {self.where(sequence, key)}"
             )
 
     def check_peer(self, writer: int, arrived: Callable[[], bool] = lambda: False) -> None:
@@ -152,8 +154,8 @@ class Watch:
         if self.failure:
             raise self.failure
         sequence, key = self.current()
-        self._say(sequence, key)
-        self.check_failed(text_of(key), self._where(sequence, key), lambda: self._absent(writer))
+        self.say(sequence, key)
+        self.check_failed(text_of(key), self.where(sequence, key), lambda: self.absent(writer))
         if writer in self.links.lost() and not arrived():
             self.lose(writer)
         self.compare(sequence, key)
@@ -164,7 +166,7 @@ class Watch:
         self.culprit = peer
         raise PeerLostError(
             f"{text_of(key)}: rank {peer} has died, or has left the group, before its part was done "
-            f"{self._where(sequence, key)}"
+            f"{self.where(sequence, key)}"
         )
 
     def check_failed(self, what: str, where_: str, absent: Callable[[], str] = str) -> None:
@@ -185,7 +187,8 @@ class Watch:
                 self.culprit = rank
                 raise kind(f"{what}: {why[code]}, says rank {peer} {where_}")
 
-    def _say(self, sequence: int, key: Key) -> None:
+    def say(self, sequence: int, key: Key) -> None:
+        """Tell the peers what this rank waits in."""
         text = text_of(key).encode("ascii", errors="replace")
         at = self.page.description
         view = self.heap.bytes_at(self.rank, at, DESCRIPTION_BYTES).numpy()
@@ -225,7 +228,8 @@ class Watch:
                 f"{self.failure} {where(group=self.links.group, rank=self.rank)}"
             )
 
-    def _where(self, sequence: int, key: Key) -> str:
+    def where(self, sequence: int, key: Key) -> str:
+        """Return the suffix of a message about an operation."""
         return where(group=self.links.group, rank=self.rank, op=key[0], seq=sequence)
 
 

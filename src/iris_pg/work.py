@@ -74,6 +74,10 @@ class IrisWork(Work):  # type: ignore[misc]
         """Return whether the operation has ended well."""
         return self.completion is None or (self.completion.done and self.completion.error is None)
 
+    def must_be_waited_for(self) -> bool:
+        """Return whether ``wait`` would do anything, or raise."""
+        return not self.is_success()
+
     def exception(self) -> BaseException | None:
         """Return what ended the operation, if it failed."""
         return self.completion.error if self.completion else None

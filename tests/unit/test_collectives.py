@@ -122,7 +122,13 @@ def exchange(world, size_of):
     return made
 
 
-def group(operations, first=0, direct=0):
+def joined(rank):
+    """Return the steps by which the lanes of a rank wait for each other, as engines make them do between operations."""
+    here, there = (Ref(rank, "joins", 64 * lane) for lane in (0, 1))
+    return [Signal(here, 1, 0), Take(here, rank, 1, 1), Signal(there, 1, 1), Take(there, rank, 1, 0)]
+
+
+def group(operations, first=0, direct=0, pushes=False):
     """Return the arguments of verify for ``operations`` in a row, and the programs.
 
     Args:
@@ -134,13 +140,15 @@ def group(operations, first=0, direct=0):
     for rank in range(world):
         whole = Program(rank, world, ())
         for i, operation in enumerate(operations):
-            s = Setting(rank, world, page, 2 * i + 2, CHUNK, PAIR, (first + i) % 2, direct)
+            sizes = dict(direct_bytes=direct, pushes=pushes)
+            s = Setting(rank, world, page, 2 * i + 2, CHUNK, PAIR, (first + i) % 2, **sizes)
             steps = []
             if rank in operation.writes and operation.writes[rank][1]:
                 here, n = operation.writes[rank]
                 steps.append(Copy(here, Ref(rank, f"fresh{i}", 0), n))
                 inputs.append((Ref(rank, f"fresh{i}", 0), n))
-            steps += build(s, operation.flows[rank]).steps
+            join = joined(rank) if pushes else []
+            steps += [*join, *build(s, operation.flows[rank]).steps, *join]
             at = 0
             for where, n, source, offset in operation.reads.get(rank, ()):
                 if n:
@@ -153,9 +161,11 @@ def group(operations, first=0, direct=0):
     return programs, dict(inputs=inputs, outputs=outputs, flags=flags)
 
 
-def prove(*operations, first=0, schedules=4, direct=0):
+def prove(*operations, first=0, schedules=4, direct=0, push_schedules=1):
     programs, rest = group(operations, first, direct)
     verify(programs, **rest, schedules=schedules)
+    programs, rest = group(operations, first, pushes=True)
+    verify(programs, **rest, schedules=push_schedules)
 
 
 WORLDS = range(1, 9)

@@ -12,30 +12,67 @@ import torch
 
 from iris_pg.copy_engine.reduction import reduce_bytes
 from iris_pg.errors import DeadlineError, UnsupportedError
+from iris_pg.kernels.device import gpu_limits, source_of
 from iris_pg.kernels.engine import Exchange, KernelEngine, Message, area_bytes, reduction_types
-from iris_pg.kernels.launch import kernels
+from iris_pg.kernels.launch import Launches
 
 SLOT = 256
 
 
-@pytest.mark.parametrize("name", ["exchange", "push", "reduce"])
-@pytest.mark.parametrize("backend,arch,width", [("cuda", 90, 32), ("hip", "gfx942", 64), ("hip", "gfx950", 64)])
-def test_flags_are_released_and_acquired_at_system_scope(name, backend, arch, width):
+GPUS = [("cuda", 90, 32), ("hip", "gfx942", 64), ("hip", "gfx950", 64)]
+
+
+def gpu_launch(backend, world, nbytes, symmetric, zero_copy=False, reduction=None, address=1 << 30):
+    """Return what rank 0 launches on a GPU: an all-gather, or a reduce-scatter, or the same without symmetry."""
+    limits = gpu_limits(backend.upper(), comm_sms=16)
+    launches = Launches(0, world, [1 << 40] * world, 0, 1 << 16, 1 << 16, 4096, 4096, limits)
+    peers = range(1, world)
+    if reduction:
+        sends = [Message(p, address + p * nbytes, nbytes) for p in peers]
+    else:
+        sends = [Message(p, address, nbytes, (1 << 40) + nbytes) for p in peers]
+    receives = [Message(p, address + p * nbytes, nbytes) for p in peers]
+    return launches.of(Exchange(sends, receives, (address, address, nbytes), zero_copy, reduction, symmetric), 10**9)
+
+
+LAUNCHES = {
+    "exchange_words": dict(nbytes=4096, symmetric=True),
+    "exchange": dict(nbytes=8 << 20, symmetric=True),
+    "exchange with credits": dict(nbytes=4096, symmetric=False),
+    "push": dict(nbytes=8 << 20, symmetric=True, zero_copy=True),
+    "reduce_words": dict(nbytes=4096, symmetric=True, reduction=("avg", "bfloat16")),
+    "reduce": dict(nbytes=8 << 20, symmetric=True, reduction=("avg", "bfloat16")),
+    "reduce with credits": dict(nbytes=4096, symmetric=False, reduction=("sum", "int64")),
+}
+
+
+def compiled(launch, backend, arch, width):
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    function = getattr(kernels(interpreted=False), name)
-    constants = {"world": 4, "slot_bytes": 65536, "BLOCK": 4096}
-    if name == "reduce":
-        element, accumulator, op, _ = reduction_types("avg", "bfloat16")
-        constants |= {"ELEMENT": element, "ACCUMULATOR": accumulator, "OP": op}
-    else:
-        constants["WORD"] = 8
-    signature = {a: "constexpr" if a in constants else "i32" if a == "rank" else "i64" for a in function.arg_names}
-    source = ASTSource(function, signature=signature, constexprs=constants)
-    asm = triton.compile(source, target=GPUTarget(backend, arch, width)).asm
-    if backend == "cuda":
+    source = ASTSource(**source_of(launch.kernel, launch.constants["world"], launch.constants))
+    return triton.compile(source, target=GPUTarget(backend, arch, width), options=dict(num_warps=launch.warps)).asm
+
+
+@pytest.mark.parametrize("name", LAUNCHES)
+@pytest.mark.parametrize("backend,arch,width", GPUS)
+def test_flags_are_released_and_acquired_at_system_scope(name, backend, arch, width):
+    launch = gpu_launch(backend, 4, **LAUNCHES[name])
+    assert launch.kernel == name.split()[0]
+    asm = compiled(launch, backend, arch, width)
+    if launch.kernel.endswith("_words"):  # no flag apart from the words: written through, and read past the caches
+        lines = [line.strip() for line in (asm["ptx"] if backend == "cuda" else asm["amdgcn"]).splitlines()]
+        if backend == "cuda":
+            written = [line for line in lines if "st.global" in line and ".b64" in line]
+            read = [line for line in lines if re.search(r"ld\.[\w.]*global[\w.]*b64", line)]
+            assert written and all("st.global.wt.v2.b64" in line for line in written), written
+            assert read and all("ld.volatile.global.v2.b64" in line for line in read), read
+        else:
+            written = [line for line in lines if re.match(r"buffer_store_dwordx4.* sc0 sc1", line)]
+            read = [line for line in lines if re.match(r"buffer_load_dwordx4.* sc0 sc1", line)]
+            assert len(written) >= 3 and len(read) >= 3
+    elif backend == "cuda":
         atomics = re.findall(r"(?:atom|ld|st)\.[\w.]*(?:acquire|release)[\w.]*", asm["ptx"])
         assert atomics and all(".sys." in a for a in atomics), atomics
         assert any("acquire" in a for a in atomics) and any("release" in a for a in atomics)
@@ -45,6 +82,27 @@ def test_flags_are_released_and_acquired_at_system_scope(name, backend, arch, wi
         for instruction in ("buffer_wbl2", "buffer_inv"):
             found = [line for line in lines if line.startswith(instruction)]
             assert found and all("sc0 sc1" in line for line in found), found
+
+
+@pytest.mark.parametrize("name", LAUNCHES)
+def test_aligned_memory_is_accessed_16_bytes_at_a_time(name):
+    ptx = compiled(gpu_launch("cuda", 2, **LAUNCHES[name]), "cuda", 90, 32)["ptx"]
+    loads = re.findall(r"ld\.(?:volatile\.)?global\.v(\d)\.b(\d+)", ptx)
+    stores = re.findall(r"st\.global\.(?:wt\.)?v(\d)\.b(\d+)", ptx)
+    for accesses in (loads, stores):
+        assert accesses and all(int(count) * int(bits) == 128 for count, bits in accesses), accesses
+    odd = compiled(gpu_launch("cuda", 2, **LAUNCHES[name], address=(1 << 30) + 8), "cuda", 90, 32)["ptx"]
+    assert odd != ptx  # what is not a multiple of 16 must not be
+
+
+def test_a_launch_is_the_same_kernel_for_every_message_of_its_kind():
+    """What differs from call to call is in the arguments; its constants are few, or compiling has no end."""
+    kinds = {
+        (launch.kernel, *launch.constants.items())
+        for nbytes in range(16, 8 << 20, 99_984)
+        for launch in [gpu_launch("cuda", 2, nbytes, symmetric=True)]
+    }
+    assert len(kinds) <= 4, kinds
 
 
 class Group:
@@ -86,11 +144,14 @@ def data(rank, n, iteration=0):
     return (torch.arange(n, dtype=torch.int64) * 7 + rank * 31 + iteration * 13).to(torch.uint8)
 
 
+@pytest.mark.parametrize("symmetric", [False, True], ids=["credits", "symmetric"])
 @pytest.mark.parametrize("world", [1, 2, 3])
-def test_exchange_gathers_through_slots(world):
+def test_exchange_gathers_through_slots(world, symmetric):
+    """Symmetric exchanges go in words when they are small, and else in slots that need no credits."""
     group = Group(world)
     try:
-        for iteration, n in enumerate([1, 7, 8, SLOT, SLOT + 1, 3 * SLOT + 5]):
+        sizes = [1, 7, 8, SLOT, SLOT + 1, 3 * SLOT + 5, *((5000, 6 * SLOT, 9 * SLOT, 32) if symmetric else ())]
+        for iteration, n in enumerate(sizes):
             inputs = [data(r, n, iteration) for r in range(world)]
             outputs = [torch.zeros(world * n, dtype=torch.uint8) for _ in range(world)]
 
@@ -101,6 +162,7 @@ def test_exchange_gathers_through_slots(world):
                     [Message(p, inputs[r].data_ptr(), n) for p in peers],
                     [Message(p, at + p * n, n) for p in peers],
                     (inputs[r].data_ptr(), at + r * n, n),
+                    symmetric=symmetric,
                 )
 
             group.run([exchange(r) for r in range(world)])
@@ -206,9 +268,9 @@ def test_addresses_that_fit_in_31_bits():
 
         group = Group(1)
         engine = group.engines[0]
-        engine.bases = [low + (1 << 15)]
-        engine._table, engine._counters = moved(engine._table, 0), moved(engine._counters, 4096)
-        engine._words = moved(engine._words, 8192)
+        engine._counters, engine._words = moved(engine._counters, 4096), moved(engine._words, 8192)
+        launches = engine._launches
+        launches.bases, launches.counters, launches.words = (low + (1 << 15),), low + 4096, low + 8192
         source, target = data(0, 1000), torch.zeros(1000, dtype=torch.uint8)
         group.run([Exchange(own=(source.data_ptr(), target.data_ptr(), 1000))])
         group.close()
@@ -220,6 +282,8 @@ def test_addresses_that_fit_in_31_bits():
 REDUCED = [
     ("sum", "float32"),
     ("avg", "int32"),
+    ("avg", "float32"),
+    ("sum", "float64"),
     ("max", "bfloat16"),
     ("bxor", "uint8"),
     ("product", "int64"),
@@ -227,14 +291,15 @@ REDUCED = [
 ]
 
 
+@pytest.mark.parametrize("symmetric", [False, True], ids=["credits", "symmetric"])
 @pytest.mark.parametrize(("op", "dtype"), REDUCED)
 @pytest.mark.parametrize("world", [2, 3])
-def test_reduce_combines_in_the_order_of_ranks(world, op, dtype):
+def test_reduce_combines_in_the_order_of_ranks(world, op, dtype, symmetric):
     """Every rank's kernel gives the bits that the software engine's reduction gives."""
     element = getattr(torch, dtype)
     group = Group(world)
     try:
-        for iteration, numel in enumerate([1, SLOT // element.itemsize + 3]):
+        for iteration, numel in enumerate([1, SLOT // element.itemsize + 3, 9 * SLOT // element.itemsize + 1, 4]):
             inputs = [(data(r, numel, iteration).to(torch.int64) % 7 - 3 + r % 2).to(element) for r in range(world)]
             n = numel * element.itemsize
             expected = torch.empty_like(inputs[0])
@@ -247,6 +312,7 @@ def test_reduce_combines_in_the_order_of_ranks(world, op, dtype):
                         [Message(p, 0, n) for p in range(world) if p != r],
                         (inputs[r].data_ptr(), outputs[r].data_ptr(), n),
                         reduction=(op, dtype),
+                        symmetric=symmetric,
                     )
                     for r in range(world)
                 ]

@@ -1,6 +1,7 @@
 """Programs that reduce: proven for every world size and shape, mutated, run on real memory, and their bytes counted."""
 
 import random
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -96,7 +97,14 @@ def meet(round_):
     return lambda s, number: (barrier(s, round_), [], [])
 
 
-def in_a_row(world, *operations, first=0):
+def joined(rank):
+    """Return the steps by which the lanes of a rank wait for each other, as engines make them do between operations."""
+    here, there = (Ref(rank, "joins", 64 * lane) for lane in (0, 1))
+    steps = Signal(here, 1, 0), Take(here, rank, 1, 1), Signal(there, 1, 1), Take(there, rank, 1, 0)
+    return Program(rank, rank + 1, steps)
+
+
+def in_a_row(world, *operations, first=0, pushes=False):
     """Return the programs of all ranks that do the operations, and the other arguments of verify. `first` is the slot
     with which the first operation begins; from one to the next they alternate.
     """
@@ -105,9 +113,11 @@ def in_a_row(world, *operations, first=0):
     for rank in range(world):
         program = Program(rank, world, ())
         for number, operation in enumerate(operations):
-            s = Setting(rank, world, page, 100 + number, CHUNK, PAIR, (first + number) % SLOTS)
+            s = Setting(rank, world, page, 100 + number, CHUNK, PAIR, (first + number) % SLOTS, pushes=pushes)
             part, inputs, outputs = operation(s, number)
             program = program.then(part)
+            if pushes:
+                program = program.then(replace(joined(rank), world=world))
             spec["inputs"] += inputs
             spec["outputs"] += outputs
         programs.append(program)
@@ -129,8 +139,9 @@ def test_every_reduction_is_right(world, in_place):
         operations.append(reduce_scatter(sizes, in_place))
     for operation in operations:
         for first in range(SLOTS):
-            programs, spec = in_a_row(world, operation, first=first)
-            verify(programs, **spec, schedules=1)
+            for pushes in (False, True):
+                programs, spec = in_a_row(world, operation, first=first, pushes=pushes)
+                verify(programs, **spec, schedules=1)
 
 
 @pytest.mark.parametrize("operation", [all_reduce(0), reduce_scatter((0,)), reduce(0)])
@@ -158,8 +169,9 @@ def test_operations_in_a_row_are_right(world, first):
         all_gather(4),
         meet(0),
     ]
-    programs, spec = in_a_row(world, *row, first=first)
-    verify(programs, **spec, schedules=2)
+    for pushes in (False, True):
+        programs, spec = in_a_row(world, *row, first=first, pushes=pushes)
+        verify(programs, **spec, schedules=2)
 
 
 OPERATIONS = st.one_of(
@@ -171,10 +183,16 @@ OPERATIONS = st.one_of(
 )
 
 
-@given(st.integers(1, 6), st.lists(OPERATIONS, min_size=1, max_size=5), st.integers(0, SLOTS - 1), st.integers())
-@settings(deadline=None, max_examples=60, derandomize=True)
-def test_random_operations_in_a_row_are_right(world, row, first, seed):
-    programs, spec = in_a_row(world, *row, first=first)
+@given(
+    st.integers(1, 6),
+    st.lists(OPERATIONS, min_size=1, max_size=5),
+    st.integers(0, SLOTS - 1),
+    st.integers(),
+    st.booleans(),
+)
+@settings(deadline=None, max_examples=80, derandomize=True)
+def test_random_operations_in_a_row_are_right(world, row, first, seed, pushes):
+    programs, spec = in_a_row(world, *row, first=first, pushes=pushes)
     verify(programs, **spec, seed=seed, schedules=1)
 
 

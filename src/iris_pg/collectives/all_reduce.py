@@ -54,6 +54,7 @@ def two_phases(s: Setting, fold: Fold) -> Program:
     (operand,) = fold.operands
     here, result, n = operand.here, fold.result, operand.nbytes
     assert result
+    lane = s.receiving
     steps: list[Step] = []
     segment = -(-n // (s.world * LINE)) * LINE  # whole lines, so whole elements; the last ones may be shorter, or empty
     pieces = [
@@ -71,21 +72,21 @@ def two_phases(s: Setting, fold: Fold) -> Program:
         if chunk < len(pieces[s.rank]):
             slot, (start, length) = slot_of(s, chunk), pieces[s.rank][chunk]
             staged = s.staging(s.rank, slot)
-            steps.extend(Take(s.flag(s.rank, s.page.free(slot, p)), p, CREDIT) for p in s.peers)
+            steps.extend(Take(s.flag(s.rank, s.page.free(slot, p)), p, CREDIT, lane) for p in s.peers)
             steps.extend(collect(s, slot))
             steps.append(total(s, slot, fold, here + start, staged, length))
-            steps.extend(Signal(s.flag(p, s.page.ready(slot, s.rank)), s.tag) for p in s.peers)
+            steps.extend(Signal(s.flag(p, s.page.ready(slot, s.rank)), s.tag, lane) for p in s.peers)
             steps.extend(release(s, slot))
-            steps.append(Copy(result + start, staged, length))
+            steps.append(Copy(result + start, staged, length, lane))
 
     def gather(chunk: int) -> None:  # 3: pull what peers have reduced
         slot = slot_of(s, chunk)
         for p in s.peers:
             if 0 <= chunk < len(pieces[p]):
                 start, length = pieces[p][chunk]
-                steps.append(Take(s.flag(s.rank, s.page.ready(slot, p)), p, s.tag))
-                steps.append(Copy(result + start, s.staging(p, slot), length))
-                steps.append(Signal(s.flag(p, s.page.free(slot, s.rank)), CREDIT))
+                steps.append(Take(s.flag(s.rank, s.page.ready(slot, p)), p, s.tag, lane))
+                steps.append(Copy(result + start, s.staging(p, slot), length, lane))
+                steps.append(Signal(s.flag(p, s.page.free(slot, s.rank)), CREDIT, lane))
 
     scatter(0)
     for chunk in range(len(pieces[0]) + 1):  # the first segment is the longest

@@ -21,7 +21,7 @@ def build(s: Setting, flow: Flow | Fold) -> Program:
         return (direct.reduce_scatter if is_direct else reduce_scatter)(s, flow)
     if flow.zero_copy:
         return push(s, flow)
-    if not flow.to_all:
+    if not flow.to_all or s.pushes:
         return pairwise(s, flow)
     largest = max((part.nbytes for part in (*flow.sends, *flow.receives)), default=0)
     return direct.spread(s, flow) if s.is_direct(largest) else spread(s, flow)

@@ -1,6 +1,6 @@
 """Programs in which each result goes to one rank: reduce_scatter, and reduce, where only the root gets one.
 
-A rank stages its operand of a peer's result in the slot that is for that peer. The peer reduces out of the slots of all
+A rank stages its operand of a peer's result in the slot from it to that peer. The peer reduces out of the slots of all
 ranks at once, its own operand from where it is, in the order of ranks. So the bits of a result do not depend on which
 rank gets it.
 
@@ -66,7 +66,7 @@ def piece_bytes(s: Setting) -> int:
 
 
 def stage(s: Setting, slot: int, peer: int, source: Ref, nbytes: int) -> Iterator[Step]:
-    """Put ``nbytes`` of ``source`` into this rank's slot for ``peer``."""
+    """Put ``nbytes`` of ``source`` into the slot from this rank to ``peer``."""
     yield Take(s.flag(s.rank, s.page.drained(slot, peer)), peer, CREDIT)
     yield Copy(s.pair(s.rank, slot, peer), source, nbytes)
     yield Signal(s.flag(peer, s.page.filled(slot, s.rank)), s.tag)
@@ -74,15 +74,15 @@ def stage(s: Setting, slot: int, peer: int, source: Ref, nbytes: int) -> Iterato
 
 def collect(s: Setting, slot: int) -> Iterator[Step]:
     """Wait until every peer's slot for this rank is filled."""
-    return (Take(s.flag(s.rank, s.page.filled(slot, p)), p, s.tag) for p in s.peers)
+    return (Take(s.flag(s.rank, s.page.filled(slot, p)), p, s.tag, s.receiving) for p in s.peers)
 
 
 def total(s: Setting, slot: int, fold: Fold, own: Ref, into: Ref, nbytes: int) -> Reduce:
     """The reduction of every peer's slot for this rank and of ``own``, in the order of ranks."""
     sources = (own if p == s.rank else s.pair(p, slot, s.rank) for p in range(s.world))
-    return Reduce(into, tuple(sources), nbytes, fold.dtype, fold.op)
+    return Reduce(into, tuple(sources), nbytes, fold.dtype, fold.op, s.receiving)
 
 
 def release(s: Setting, slot: int) -> Iterator[Step]:
     """Give every peer its slot for this rank back."""
-    return (Signal(s.flag(p, s.page.drained(slot, s.rank)), CREDIT) for p in s.peers)
+    return (Signal(s.flag(p, s.page.drained(slot, s.rank)), CREDIT, s.receiving) for p in s.peers)

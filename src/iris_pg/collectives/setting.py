@@ -23,6 +23,9 @@ class Setting:
         first_slot: the slot of the first chunk; the same on all ranks.
         direct_bytes: tensors from this size on are read by their readers directly; 0: none are.
         piece_bytes: size of the places in a rank's own memory to which it pulls what it is about to reduce.
+        pushes: slots for pairs lie at their readers, into which writers push; else at the writers, from which readers
+            pull. For engines that write a peer's memory faster than they read it, and run lanes side by side: what a
+            rank receives is then handled in a lane of its own, beside what it sends.
     """
 
     rank: int
@@ -34,11 +37,17 @@ class Setting:
     first_slot: int = 0
     direct_bytes: int = 0
     piece_bytes: int = 1 << 17
+    pushes: bool = False
 
     @property
     def peers(self) -> list[int]:
         """The other ranks, in the order in which this rank visits them: (rank + k) mod world."""
         return [(self.rank + k) % self.world for k in range(1, self.world)]
+
+    @property
+    def receiving(self) -> int:
+        """The lane of what a rank receives; it sends in lane 0."""
+        return 1 if self.pushes else 0
 
     def tag_of(self, nbytes: int) -> int:
         """The tag of a message of ``nbytes``, when only its two ranks know how long it is."""
@@ -57,8 +66,9 @@ class Setting:
         return Ref(rank, "staging", slot * self.chunk_bytes)
 
     def pair(self, rank: int, slot: int, reader: int) -> Ref:
-        """The staging slot of ``rank`` that ``reader`` reads."""
-        return Ref(rank, "pairs", (slot * self.world + reader) * self.pair_bytes)
+        """The staging slot that ``rank`` writes and ``reader`` reads."""
+        at, other = (reader, rank) if self.pushes else (rank, reader)
+        return Ref(at, "pairs", (slot * self.world + other) * self.pair_bytes)
 
     def pulled(self, peer: int) -> Ref:
         """The place in this rank's own memory for a piece of ``peer``'s operand."""

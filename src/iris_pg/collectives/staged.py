@@ -11,6 +11,7 @@ that is one copy more than the lower bound, a direct read of the other's memory.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 from iris_pg.collectives import direct
 from iris_pg.collectives.flow import Flow
@@ -57,7 +58,8 @@ def spread(s: Setting, flow: Flow) -> Program:
 
 
 def pairwise(s: Setting, flow: Flow) -> Program:
-    """Each pair of ranks has slots of its own, so a rank need not know of messages between others: gather, scatter.
+    """Each pair of ranks has slots of its own, so a rank need not know of messages between others: gather, scatter. All
+    operations where writers push, which cannot write to all readers at once.
 
     A message of 0 bytes is signalled all the same, and the signals of every message depend on its size: so two ranks
     that do not agree on the size find out. Large messages are read directly and go by no slot.
@@ -65,16 +67,14 @@ def pairwise(s: Setting, flow: Flow) -> Program:
     large_sends, large_receives = (
         [part for part in parts if s.is_direct(part.nbytes)] for parts in (flow.sends, flow.receives)
     )
+    lane = s.receiving
     steps: list[Step] = list(direct.pair_offers(s, large_sends))
     if flow.own:
-        steps.append(flow.own)
+        steps.append(replace(flow.own, lane=lane))
     sends = {p.peer: (p.here, _pieces(s, p.nbytes)) for p in flow.sends if not s.is_direct(p.nbytes)}
     receives = {p.peer: (p.here, _pieces(s, p.nbytes)) for p in flow.receives if not s.is_direct(p.nbytes)}
     tag_to = {part.peer: s.tag_of(part.nbytes) for part in flow.sends}
     tag_from = {part.peer: s.tag_of(part.nbytes) for part in flow.receives}
-
-    def place(slot: int, reader: int) -> int:
-        return (slot * s.world + reader) * s.pair_bytes
 
     def produce(chunk: int) -> None:
         slot = (s.first_slot + chunk) % SLOTS
@@ -84,7 +84,7 @@ def pairwise(s: Setting, flow: Flow) -> Program:
                 start, length = pieces[chunk]
                 steps.append(Take(s.flag(s.rank, s.page.drained(slot, p)), p, CREDIT))
                 if length:
-                    steps.append(Copy(Ref(s.rank, "pairs", place(slot, p)), source + start, length))
+                    steps.append(Copy(s.pair(s.rank, slot, p), source + start, length))
                 steps.append(Signal(s.flag(p, s.page.filled(slot, s.rank)), tag_to[p]))
 
     def consume(chunk: int) -> None:
@@ -93,10 +93,10 @@ def pairwise(s: Setting, flow: Flow) -> Program:
             target, pieces = receives.get(p, (None, []))
             if target and chunk < len(pieces):
                 start, length = pieces[chunk]
-                steps.append(Take(s.flag(s.rank, s.page.filled(slot, p)), p, tag_from[p]))
+                steps.append(Take(s.flag(s.rank, s.page.filled(slot, p)), p, tag_from[p], lane))
                 if length:
-                    steps.append(Copy(target + start, Ref(p, "pairs", place(slot, s.rank)), length))
-                steps.append(Signal(s.flag(p, s.page.drained(slot, s.rank)), CREDIT))
+                    steps.append(Copy(target + start, s.pair(p, slot, s.rank), length, lane))
+                steps.append(Signal(s.flag(p, s.page.drained(slot, s.rank)), CREDIT, lane))
 
     counts = [len(pieces) for _, pieces in (*sends.values(), *receives.values())]
     _one_ahead(produce, consume, max(counts, default=0))

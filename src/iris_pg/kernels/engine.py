@@ -13,41 +13,27 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 
 from iris_pg.completion import Completion
-from iris_pg.errors import ClosedError, DeadlineError, PeerLostError, UnsupportedError
-from iris_pg.kernels.launch import interpret, kernels
+from iris_pg.errors import ClosedError, DeadlineError, PeerLostError
+from iris_pg.kernels.launch import Exchange, Launches, Limits, Message, area_bytes, reduction_types
+from iris_pg.kernels.loader import interpret, kernels
 from iris_pg.platforms.atomics import atomics
 
-_BLOCK = 16384  # lanes; the interpreter's cost is per operation, so few large ones
-
-
-@dataclass(frozen=True)
-class Message:
-    """``nbytes`` to or from one peer, at an address here; for a push, ``place`` is its address in the peer's output."""
-
-    peer: int
-    address: int
-    nbytes: int
-    place: int = 0
-
-
-@dataclass
-class Exchange:
-    """One launch of one rank: what it sends, receives, and copies within itself (source, target, nbytes).
-
-    With ``reduction`` (op, dtype) what it receives from all peers is as long as its own part, and all is combined into
-    the target.
-    """
-
-    sends: Sequence[Message] = ()
-    receives: Sequence[Message] = ()
-    own: tuple[int, int, int] = (0, 0, 0)
-    zero_copy: bool = False
-    reduction: tuple[str, str] | None = None
+# The interpreter's cost is per operation, so few of many lanes; and its flags are as fast as words.
+_LIMITS = Limits(
+    ctas=1,
+    least_bytes=16,
+    words_bytes=1 << 12,
+    push_bytes=0,
+    lanes=16384,
+    fits=True,
+    warps=1,
+    polls=1,
+    platform="INTERPRETED",
+)
 
 
 @dataclass
@@ -58,43 +44,6 @@ class Job:
     pending: Completion | None
     done: threading.Event = field(default_factory=threading.Event)
     error: BaseException | None = None
-
-
-def area_bytes(world: int, slot_bytes: int) -> dict[str, int]:
-    """Return name -> nbytes of the areas of the heap that the engine needs."""
-    k = kernels(interpreted=True)
-    return {
-        "cu_flags": k.FLAGS.value * world * k.LINE.value,
-        "cu_landing": 2 * world * slot_bytes,
-    }
-
-
-def reduction_types(op: str, dtype: str) -> tuple[Any, Any, Any, int]:
-    """Return (element, accumulator, number of the operation, element size in bytes) for a reduction in a kernel.
-
-    Complex numbers are added as pairs of real ones; bool is 0 or 1 of a byte.
-
-    Raises:
-        UnsupportedError: a reduction that the kernels do not have.
-    """
-    import triton.language as tl
-
-    k = kernels(interpreted=True)
-    if dtype == "bool":
-        op, dtype = {"sum": "bor", "max": "bor", "product": "band", "min": "band"}.get(op, op), "uint8"
-    real = {"complex64": "float32", "complex128": "float64", "complex32": "float16"}.get(dtype, dtype)
-    elements = {
-        "float16": tl.float16,
-        "bfloat16": tl.bfloat16,
-        "float32": tl.float32,
-        "float64": tl.float64,
-        **{f"{sign}int{bits}": getattr(tl, f"{sign}int{bits}") for sign in ("", "u") for bits in (8, 16, 32, 64)},
-    }
-    if real not in elements or (real != dtype and op not in ("sum", "avg")):
-        raise UnsupportedError(f'{op} of {dtype} is not in the cu engine\'s kernels; use a group with engine="sdma"')
-    element = elements[real]
-    accumulator = tl.float32 if real in ("float16", "bfloat16") else element
-    return element, accumulator, getattr(k, op.upper()).value, element.primitive_bitwidth // 8
 
 
 class KernelEngine:
@@ -127,20 +76,14 @@ class KernelEngine:
         on_fault: Callable[[BaseException], None],
         name: str,
     ) -> None:
-        self.rank, self.world, self.bases, self.flags, self.landing = rank, world, bases, flags, landing
-        self.slot_bytes, self.timeout_s, self.check, self.late, self.on_fault = (
-            slot_bytes,
-            timeout_s,
-            check,
-            late,
-            on_fault,
-        )
-        self.name = name
+        self.timeout_s, self.check, self.late, self.on_fault, self.name = timeout_s, check, late, on_fault, name
         self._kernels = kernels(interpreted=True)
-        columns, counters = self._kernels.COLUMNS.value, self._kernels.COUNTERS.value
-        self._table = torch.zeros(world, columns, dtype=torch.int64)
-        self._counters = torch.zeros(counters * world, dtype=torch.int32)
-        self._words = torch.zeros(2, dtype=torch.int32)  # abort, waiting
+        self._counters = torch.zeros(self._kernels.COUNTERS.value * world, dtype=torch.int32)
+        self._words = torch.zeros(self._kernels.WAITING.value + 1, dtype=torch.int32)
+        self._launches = Launches(
+            *(rank, world, bases, flags, landing, slot_bytes, self._counters.data_ptr(), self._words.data_ptr()),
+            _LIMITS,
+        )
         self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._watchdog: threading.Thread | None = None
@@ -190,7 +133,7 @@ class KernelEngine:
                 thread.join(timeout=10)
 
     def _abort(self) -> None:
-        atomics().store32(self._words.data_ptr(), 1)
+        atomics().store32(self._words.data_ptr() + 4 * self._kernels.ABORT.value, 1)
 
     def fail(self, error: BaseException) -> None:
         """Make the engine failed: what runs is aborted, and later operations raise ``error``."""
@@ -228,55 +171,12 @@ class KernelEngine:
         return True
 
     def _launch(self, exchange: Exchange) -> None:
-        rows: list[list[int]] = [[0] * self._table.size(1) for _ in range(self.world)]
-        addresses = list(exchange.own)
-        both = 2 * self.slot_bytes
-        for peer, row in enumerate(rows):
-            row[4:7] = (
-                self.bases[peer] + self.landing + self.rank * both,
-                self.bases[self.rank] + self.landing + peer * both,
-                self.bases[peer],
-            )
-        for m in exchange.sends:
-            rows[m.peer][0:2] = m.address, m.nbytes
-            if exchange.zero_copy:
-                rows[m.peer][4] = m.place
-            addresses += [m.address, m.place]
-        for m in exchange.receives:
-            rows[m.peer][2:4] = m.address, m.nbytes
-            addresses.append(m.address)
-        self._table.copy_(torch.tensor(rows, dtype=torch.int64))
-        longest = max([exchange.own[2], *(m.nbytes for m in (*exchange.sends, *exchange.receives))])
-        word = 8 if all(a % 8 == 0 for a in (addresses[0], addresses[1], *addresses[3:])) else 1
-        lanes = max(16, min(_BLOCK, 1 << (longest // word).bit_length()))
-        words = self._words.data_ptr()
-        if exchange.reduction:
-            kernel = self._kernels.reduce
-            element, accumulator, op, size = reduction_types(*exchange.reduction)
-            lanes = max(16, min(_BLOCK, 1 << (longest // size).bit_length()))
-            how: dict[str, Any] = dict(ELEMENT=element, ACCUMULATOR=accumulator, OP=op)
-        else:
-            kernel = self._kernels.push if exchange.zero_copy else self._kernels.exchange
-            how = dict(WORD=word)
-        interpret(
-            kernel,
-            self._table.data_ptr(),
-            *exchange.own,
-            self.bases[self.rank],
-            self.flags,
-            self._counters.data_ptr(),
-            words,
-            words + 4,
-            self.rank,
-            world=self.world,
-            slot_bytes=self.slot_bytes,
-            BLOCK=lanes,
-            **how,
-        )
+        launch = self._launches.of(exchange, limit_ns=0)
+        interpret(getattr(self._kernels, launch.kernel), *launch.arguments, **launch.constants)
 
     def _watch(self) -> None:
         load = atomics().load32
-        waiting_at = self._words.data_ptr() + 4
+        waiting_at = self._words.data_ptr() + 4 * self._kernels.WAITING.value
         since, last = time.monotonic(), (0, 0)
         while not self._closed:
             self._running.wait()
@@ -288,7 +188,7 @@ class KernelEngine:
             if not waiting[0] or self.fault or not self._running.is_set():
                 since = now
                 continue
-            peer = waiting[0] - 1
+            peer = (waiting[0] & 0xFFFF) - 1
             try:
                 try:
                     self.check(peer)
@@ -301,3 +201,6 @@ class KernelEngine:
                     raise DeadlineError(self.late(peer))
             except BaseException as error:
                 self.fail(error)
+
+
+__all__ = ["Exchange", "Job", "KernelEngine", "Message", "area_bytes", "reduction_types"]

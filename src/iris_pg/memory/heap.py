@@ -5,6 +5,9 @@ ranges of address space once and maps memory into them as it is used, so a base 
 
     [control page: flags, error words][private areas: staging, landing][user tensors ... up to heap_bytes]
 
+What memory it is made of is the platform's: the machine's (platforms/cpu.py) or a GPU's (platforms/cuda.py). A heap on
+a GPU has no control page, as the host reads and writes one.
+
 Making room is collective: all ranks of the group allocate the same sizes in the same order. A rank that differs, or
 that has no memory left, is named in an error on every rank, before anything is handed out.
 """
@@ -14,6 +17,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Sequence
+from typing import Protocol
 
 import torch
 
@@ -21,10 +25,48 @@ from iris_pg.errors import ArgumentError, ClosedError, HeapExhaustedError, Misma
 from iris_pg.flags import ControlPage
 from iris_pg.memory.allocator import ALIGNMENT, Allocator, align_up
 from iris_pg.memory.sharing import Links
-from iris_pg.platforms import cpu
 from iris_pg.platforms.atomics import atomics
+from iris_pg.platforms.cpu import HostMemory
 
 _GROWTH = 16 << 20  # bytes; least that is mapped at once for user tensors
+
+
+class Range(Protocol):
+    """A range of address space that segments are mapped into; gone with the last tensor over it."""
+
+    address: int
+
+    def map(self, fd: int, offset: int, nbytes: int) -> None:
+        """Map the segment ``fd`` at ``offset``."""
+
+    def tensor(self, offset: int, nbytes: int) -> torch.Tensor:
+        """Return a uint8 tensor [nbytes] over the range, which keeps it."""
+
+    def owned(self, offset: int, nbytes: int) -> tuple[torch.Tensor, object]:
+        """Return such a tensor, of at least one byte, and what goes when the last tensor over the same storage does."""
+
+
+class Memory(Protocol):
+    """What a heap is made of, on one platform.
+
+    Attributes:
+        page: granularity of mappings in bytes.
+        place: what ranks share: those with the same place take memory from each other.
+        device: where its tensors are.
+    """
+
+    page: int
+    place: str
+    device: torch.device
+
+    def available_bytes(self) -> int:
+        """Return how much memory is left."""
+
+    def create_segment(self, nbytes: int) -> int:
+        """Return a descriptor of new memory, whole pages."""
+
+    def reserve(self, nbytes: int) -> Range:
+        """Return address space, whole pages."""
 
 
 class SymmetricHeap:
@@ -34,6 +76,7 @@ class SymmetricHeap:
         links: the group's links; collective calls go over them.
         limit_bytes: most bytes that user tensors may take, per rank.
         areas: name -> nbytes of the group's own areas (staging slots and the like), the same on every rank.
+        memory: what it is made of; the machine's memory when None. On a GPU there is no control page.
 
     Attributes:
         bases: address at which rank p's segment is mapped here, by rank.
@@ -41,27 +84,39 @@ class SymmetricHeap:
         areas: name -> offset in the segment.
     """
 
-    def __init__(self, links: Links, limit_bytes: int, areas: dict[str, int] | None = None) -> None:
+    def __init__(
+        self,
+        links: Links,
+        limit_bytes: int,
+        areas: dict[str, int] | None = None,
+        memory: Memory | None = None,
+    ) -> None:
+        self._memory: Memory = memory or HostMemory()
+        self.device = self._memory.device
         self.links, self.rank, self.world = links, links.rank, links.world
         self.control = ControlPage(links.world)
         self.limit_bytes = limit_bytes
         self.areas: dict[str, int] = {}
-        at = self.control.nbytes
+        has_control = self.device.type == "cpu"
+        at = self.control.nbytes if has_control else 0
         for name, nbytes in (areas or {}).items():
             self.areas[name] = at
             at += align_up(nbytes)
-        self._user = cpu.page_up(at)  # offset of the first user tensor
+        page = self._memory.page
+        self._user = align_up(at, page)  # offset of the first user tensor
         self._mapped = 0  # bytes of the segment mapped so far
         self._allocator = Allocator()
-        self._end = self._user + cpu.page_up(align_up(limit_bytes))
-        self._ranges = [cpu.Reservation(self._end) for _ in range(self.world)]
+        self._freed = False  # since the device was last waited for
+        self._end = self._user + align_up(limit_bytes, page)
+        self._ranges = [self._memory.reserve(self._end) for _ in range(self.world)]
         self.bases = [r.address for r in self._ranges]
         self.base = self.bases[self.rank]
         self._closed = False
         self._map_more(self._user, "create the heap", dict(areas=areas or {}, limit_bytes=limit_bytes))
-        store = atomics().store32
-        for offset, value in self.control.initial().items():
-            store(self.base + offset, value)
+        if has_control:
+            store = atomics().store32
+            for offset, value in self.control.initial().items():
+                store(self.base + offset, value)
 
     # Addresses --------------------------------------------------------------------------------------------------------
 
@@ -92,7 +147,7 @@ class SymmetricHeap:
 
     def is_symmetric(self, tensor: torch.Tensor) -> bool:
         """Return whether every byte of ``tensor``'s storage extent lies in this rank's part of the heap."""
-        if tensor.device.type != "cpu" or tensor.layout != torch.strided:
+        if tensor.device != self.device or tensor.layout != torch.strided:
             return False
         return self.offset_of(address_of(tensor), extent_bytes(tensor)) is not None
 
@@ -126,7 +181,7 @@ class SymmetricHeap:
         shortfall = self._allocator.shortfall(nbytes)
         room = self._end - self._user - self._allocator.capacity
         too_much = shortfall > room
-        grow = 0 if too_much else min(room, align_up(max(shortfall, _GROWTH), cpu.PAGE)) if shortfall else 0
+        grow = 0 if too_much else min(room, align_up(max(shortfall, _GROWTH), self._memory.page)) if shortfall else 0
         request: dict[str, object] = dict(nbytes=nbytes, digest=self._allocator.digest())
         problem = None
         if too_much:
@@ -135,6 +190,11 @@ class SymmetricHeap:
                 "tensors "
                 "(heap.free) or raise heap_bytes (Options, IRIS_PG_HEAP_BYTES; heap_size= for iris_pg.iris)"
             )
+        if self._freed and self.device.type != "cpu":
+            # A block is handed out again when all that used it is done, here and, once all ranks have come to the
+            # exchange below, at peers that write into it.
+            torch.cuda.synchronize(self.device)
+            self._freed = False
         self._map_more(grow, "allocate", request, problem)
         if grow:
             self._allocator.grow(grow)
@@ -156,10 +216,17 @@ class SymmetricHeap:
         else:
             offset = tensor
         self._allocator.free(offset - self._user)
+        self._freed = True
 
     def bytes_at(self, rank: int, offset: int, nbytes: int) -> torch.Tensor:
         """Return rank's bytes [nbytes] as a uint8 tensor mapped here."""
         return self._ranges[rank].tensor(offset, nbytes)
+
+    def owned(self, offset: int, nbytes: int) -> tuple[torch.Tensor, object]:
+        """Return this rank's bytes [nbytes], at least one, as a uint8 tensor, and what can be referred to weakly and
+        goes with the last view of it.
+        """
+        return self._ranges[self.rank].owned(offset, nbytes)
 
     def close(self) -> None:
         """Drop every mapping; memory that a tensor still views stays until that tensor is gone. Idempotent."""
@@ -170,27 +237,29 @@ class SymmetricHeap:
 
     def _map_more(self, nbytes: int, what: str, request: dict[str, object], problem: str | None = None) -> None:
         """Agree with all ranks on ``request``; then map ``nbytes`` more of every rank's segment."""
-        room = cpu.available_bytes() if nbytes and problem is None else 0
-        messages = self.links.exchange(dict(request=request, problem=problem, room=room), what=f"heap: {what}")
+        room = self._memory.available_bytes() if nbytes and problem is None else 0
+        card = dict(request=request, problem=problem, room=room, place=self._memory.place)
+        messages = self.links.exchange(card, what=f"heap: {what}")
         self._agree(what, [m.payload for m in messages])
         if not nbytes:
             return
         # Decided by all ranks alike, and before any of them takes memory: one after another, they could take what the
         # machine does not have, and it would kill processes.
-        room = min(m.payload["room"] for m in messages)
-        if self.world * nbytes > room:
-            raise HeapExhaustedError(
-                f"{what}: {self.world} x {nbytes} bytes of shared memory, for {self.world} ranks, are more than the "
-                f"{room} "
-                f"bytes that the machine has left; free memory, or use fewer or smaller heap tensors {self._where()}"
-            )
+        for place in sorted({m.payload["place"] for m in messages}):
+            rooms = [m.payload["room"] for m in messages if m.payload["place"] == place]
+            if len(rooms) * nbytes > min(rooms):
+                raise HeapExhaustedError(
+                    f"{what}: {len(rooms)} x {nbytes} bytes of shared memory, for {len(rooms)} ranks, are more than "
+                    f"the {min(rooms)} bytes that {place} has left; free memory, or use fewer or smaller heap tensors "
+                    f"{self._where()}"
+                )
         self._map(nbytes, what)
 
     def _map(self, nbytes: int, what: str) -> None:
         """Take ``nbytes`` of memory, and map it and that of all other ranks."""
         fd, problem = None, None
         try:
-            fd = cpu.create_segment(nbytes)
+            fd = self._memory.create_segment(nbytes)
         except HeapExhaustedError as error:
             problem = str(error)
         try:

@@ -13,7 +13,6 @@ are errors that say so, and no byte goes to a wrong place.
 
 from __future__ import annotations
 
-import ctypes
 import gc
 import threading
 import time
@@ -42,6 +41,7 @@ class TensorPool:
         self._lock = threading.RLock()
         self._idle: dict[int, list[tuple[int, int]]] = {}  # nbytes -> (number when handed out last, offset)
         self._in_use: dict[int, int] = {}  # nbytes -> number of blocks
+        self._streams: dict[int, torch.cuda.Stream] = {}  # offset -> the stream that the block was handed out on last
         self._numbers = 0
         # Storages die in any thread, also in the middle of a call here: what they leave is only noted, and put in order
         # by the next call.
@@ -57,18 +57,32 @@ class TensorPool:
         """
         nbytes = numel * dtype.itemsize
         if nbytes == 0:
-            return torch.empty(numel, dtype=dtype)
+            return torch.empty(numel, dtype=dtype, device=self._heap.device)
         size = align_up(nbytes)
         with self._lock:
             self._heap._check_open("allocate_tensor")
             offset = self._take(size)
             self._numbers += 1
             self._in_use[size] = self._in_use.get(size, 0) + 1
-            memory = (ctypes.c_char * nbytes).from_address(self._heap.base + offset)
-            memory.mapping = self._heap.bytes_at(self._heap.rank, offset, nbytes)  # type: ignore[attr-defined]
-            end = weakref.finalize(memory, self._returned.append, (size, self._numbers, offset))
+            self._follow(offset)
+            tensor, owner = self._heap.owned(offset, nbytes)
+            end = weakref.finalize(owner, self._returned.append, (size, self._numbers, offset))
             end.atexit = False
-        return torch.frombuffer(memory, dtype=dtype)
+        return tensor.view(dtype)
+
+    def _follow(self, offset: int) -> None:
+        """Let the current stream of a GPU wait for the stream that a block was handed out on last.
+
+        As with torch's own allocator, a block belongs to that stream: whoever uses it on others lets this one wait for
+        them before the tensor goes.
+        """
+        if self._heap.device.type != "cuda":
+            return
+        current = torch.cuda.current_stream(self._heap.device)
+        last = self._streams.get(offset)
+        if last is not None and last != current:
+            current.wait_stream(last)
+        self._streams[offset] = current
 
     def _take(self, size: int) -> int:
         """Return the offset of an idle block, or of a new one."""

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from iris_pg.collectives.flow import Flow, Fold
+from iris_pg.device_work import StreamWork
 from iris_pg.errors import ArgumentError
 from iris_pg.transport import Key, Transport
 from iris_pg.work import IrisWork, Together
+
+if TYPE_CHECKING:
+    from iris_pg.device_transport import DeviceTransport
 
 Tensor = torch.Tensor
 
@@ -21,7 +25,7 @@ class Operations:
     """Base of the classes that hold a group's operations.
 
     Attributes:
-        transport: what moves the bytes.
+        transport: what moves the bytes of CPU tensors.
     """
 
     transport: Transport
@@ -30,8 +34,24 @@ class Operations:
     _peers: list[int]  # the other ranks, in the order in which this one visits them
     _coalescing: list[IrisWork] | None
 
+    def _on(self, device: torch.device) -> DeviceTransport:
+        """Return what moves the bytes of tensors on a GPU; made by the first call, which is collective."""
+        raise NotImplementedError
+
+    def _barrier_device(self, opts: Any) -> torch.device | None:
+        """Return the GPU on whose stream a barrier is; None where hosts meet."""
+        raise NotImplementedError
+
+    def _offset(self, tensor: Tensor, nbytes: int) -> int | None:
+        """Return the offset of ``nbytes`` at contiguous ``tensor`` in the symmetric heap, or None when they are not in
+        it.
+        """
+        transport = self.transport if tensor.device.type == "cpu" else self._on(tensor.device)
+        return transport.tensors.offset_of(tensor.data_ptr(), nbytes)
+
     def _run(
         self,
+        device: torch.device,
         key: tuple[Any, ...],
         local: Any,
         flow: Callable[[Key, Any], Flow | Fold],
@@ -43,16 +63,19 @@ class Operations:
         after: Callable[[], Any] | None,
     ) -> IrisWork:
         """Run one operation; ``key`` is what all ranks agree on, ``local`` what else the flow depends on."""
+        if device.type != "cpu":
+            work = self._on(device).perform(key, local, flow, names, addresses, outputs, asynchronous, keep, after)
+            return self._coalesced(work) if asynchronous else work
         if not asynchronous:
             self.transport.run(key, local, flow, names, addresses)
             if after:
                 after()
             return IrisWork(outputs)
-        work = IrisWork(outputs, drive=self.transport.drive_work)
-        assert work.completion
-        work.completion.keep, work.completion.after = keep, after
-        self.transport.run(key, local, flow, names, addresses, work)
-        return self._coalesced(work)
+        pending = IrisWork(outputs, drive=self.transport.drive_work)
+        assert pending.completion
+        pending.completion.keep, pending.completion.after = keep, after
+        self.transport.run(key, local, flow, names, addresses, pending)
+        return self._coalesced(pending)
 
     def _coalesced(self, work: IrisWork) -> IrisWork:
         """Note ``work`` if calls are being coalesced; returns it."""
@@ -62,10 +85,10 @@ class Operations:
 
     def _all(self, works: list[IrisWork], outputs: list[Any]) -> IrisWork:
         """Return a work that is done when all of ``works`` are."""
-        pending = [w for w in works if not w.is_success()]  # one that has failed already must be told of, too
-        if len(pending) > 1:
+        pending = [w for w in works if w.must_be_waited_for()]
+        if len(pending) > 1 and not all(isinstance(w, StreamWork) and w.is_in_line for w in pending):
             return Together(pending, outputs)
-        return pending[0].of(outputs) if pending else IrisWork(outputs)
+        return pending[-1].of(outputs) if pending else IrisWork(outputs)
 
     def _only(self, op: str, tensors: list[Tensor]) -> Tensor:
         if len(tensors) != 1:
@@ -77,19 +100,25 @@ def dense(tensor: Tensor) -> Tensor:
     """Return the values of ``tensor`` in a row in memory, without lazy conjugation or negation; itself where they are
     so already.
     """
+    if _is_dense(tensor):
+        return tensor
     tensor = tensor.resolve_conj().resolve_neg()
     if tensor.dtype in _UNCOPIED:
         return tensor.view(torch.uint8).contiguous().view(tensor.dtype)
     return tensor.contiguous()
 
 
+def _is_dense(tensor: Tensor) -> bool:
+    return tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
+
+
 def room(tensor: Tensor) -> Tensor:
     """Return where the values of the output ``tensor`` can arrive in a row: itself, or memory to :func:`copy` them
     from.
     """
-    if tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg():
+    if _is_dense(tensor):
         return tensor
-    return torch.empty(tensor.size(), dtype=tensor.dtype)
+    return torch.empty(tensor.size(), dtype=tensor.dtype, device=tensor.device)
 
 
 def copy(moves: Sequence[tuple[Tensor, Tensor]]) -> None:

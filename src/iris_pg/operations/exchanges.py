@@ -33,6 +33,7 @@ class Exchanges(Operations):
         arguments.check_tensor(op, "input", input)
         arguments.check_output(op, "output", output)
         arguments.check_same_dtype(op, "output", output, input.dtype)
+        arguments.check_same_device(op, "output", output, input.device)
         sends = arguments.split_bytes(op, "input", input, input_splits, self._world)
         receives = arguments.split_bytes(op, "output", output, output_splits, self._world)
         source, target = dense(input), room(output)
@@ -52,7 +53,8 @@ class Exchanges(Operations):
         addresses = (source.data_ptr(), target.data_ptr())
         asynchronous, keep = is_asynchronous(opts), (source, target)
         local = (sends, receives)
-        return self._run(key, local, flow, ("in", "out"), addresses, [output], asynchronous, keep, after)
+        device, names = source.device, ("in", "out")
+        return self._run(device, key, local, flow, names, addresses, [output], asynchronous, keep, after)
 
     def alltoall(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> IrisWork:
         """Send ``inputs[p]`` to rank p, and receive ``outputs[p]`` from it; sizes may differ. See torch.distributed."""
@@ -61,6 +63,7 @@ class Exchanges(Operations):
             raise ArgumentError(f"{op}: {len(outputs)} outputs and {len(inputs)} inputs; one of each for each rank")
         arguments.check_list(op, "output_tensor_list", outputs, world, inputs[0].dtype)
         arguments.check_inputs(op, "input_tensor_list", inputs, world, inputs[0].dtype)
+        arguments.check_same_device(op, "output_tensor_list[0]", outputs[0], inputs[0].device)
         sends = tuple(t.numel() * t.element_size() for t in inputs)
         receives = tuple(t.numel() * t.element_size() for t in outputs)
         self._check_own(op, sends[rank], receives[rank])
@@ -80,7 +83,8 @@ class Exchanges(Operations):
         after = (lambda: copy(moved)) if moved else None
         local = (sends, receives, in_place)
         asynchronous, keep = is_asynchronous(opts), (sources, targets)
-        return self._run((op, inputs[0].dtype), local, flow, names, addresses, outputs, asynchronous, keep, after)
+        device, key = sources[0].device, (op, inputs[0].dtype)
+        return self._run(device, key, local, flow, names, addresses, outputs, asynchronous, keep, after)
 
     def _check_own(self, op: str, sent: int, received: int) -> None:
         if sent != received:

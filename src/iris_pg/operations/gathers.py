@@ -37,14 +37,13 @@ class Gathers(Operations):
         own_copy = addresses[0] != addresses[1] + self._rank * n
         if own_copy:
             arguments.check_overlap("all_gather_into_tensor", target, source, self._rank * n)
-        offset = self.transport.tensors.offset_of(addresses[1], self._world * n)
+        offset = self._offset(target, self._world * n)
         place = None if offset is None else ("zero copy at", offset)
         key = ("all_gather_into_tensor", n, "bytes a rank", input.dtype, place)
         after = None if target is output else lambda: copy([(output, target)])
         keep = (source, target)
-        return self._run(
-            key, own_copy, self._gather_flow, ("in", "out"), addresses, [output], asynchronous, keep, after
-        )
+        flow, names = self._gather_flow, ("in", "out")
+        return self._run(target.device, key, own_copy, flow, names, addresses, [output], asynchronous, keep, after)
 
     def _gather_flow(self, key: Key, own_copy: bool) -> Flow:
         op, n, _, _, place = key
@@ -81,6 +80,7 @@ class Gathers(Operations):
         input, into = inputs[0], list(outputs[0])
         arguments.check_tensor(op, "input", input)
         arguments.check_list(op, "output", into, world, input.dtype)
+        arguments.check_same_device(op, "output[0]", into[0], input.device)
         if into[rank].numel() != input.numel():
             raise ArgumentError(
                 f"{op}: output[{rank}] has {into[rank].numel()} elements and this rank's input {input.numel()}; they "
@@ -105,8 +105,8 @@ class Gathers(Operations):
         addresses = (source.data_ptr(), *(t.data_ptr() for t in targets))
         moved = [(t, u) for t, u in zip(into, targets, strict=True) if t is not u]
         after = (lambda: copy(moved)) if moved else None
-        asynchronous = is_asynchronous(opts)
-        return self._run(key, own_copy, flow, names, addresses, [into], asynchronous, (source, targets), after)
+        asynchronous, keep = is_asynchronous(opts), (source, targets)
+        return self._run(source.device, key, own_copy, flow, names, addresses, [into], asynchronous, keep, after)
 
     def allgather_coalesced(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None) -> IrisWork:
         """Gather several tensors into lists: ``outputs[rank][i]`` gets rank's ``inputs[i]``. See torch.distributed."""

@@ -48,8 +48,8 @@ class Reductions(Gathers):
         after = None if target is tensor else lambda: copy([(tensor, target)])
         addresses = (source.data_ptr(), target.data_ptr())
         is_in_place = addresses[0] == addresses[1]
-        asynchronous, keep = is_asynchronous(opts), (source, target)
-        return self._run(key, is_in_place, flow, ("in", "out"), addresses, tensors, asynchronous, keep, after)
+        asynchronous, keep, names = is_asynchronous(opts), (source, target), ("in", "out")
+        return self._run(source.device, key, is_in_place, flow, names, addresses, tensors, asynchronous, keep, after)
 
     def _sparse_all_reduce(self, tensor: Tensor, opts: Any) -> IrisWork:
         """Add the sparse tensors of all ranks, which may have elements in different places; done on return.
@@ -62,7 +62,7 @@ class Reductions(Gathers):
                 f"all_reduce: {_op(opts)} of a sparse tensor; it takes ReduceOp.SUM; or call .to_dense()"
             )
         mine = tensor.coalesce()
-        counts = torch.empty(self._world, dtype=torch.int64)
+        counts = torch.empty(self._world, dtype=torch.int64)  # on the CPU, which reads them
         self.all_gather_single(counts, torch.tensor([mine._nnz()]))
         places = [mine.indices().new_empty((mine.sparse_dim(), n)) for n in counts.tolist()]
         values = [mine.values().new_empty((n, *mine.values().shape[1:])) for n in counts.tolist()]
@@ -101,8 +101,8 @@ class Reductions(Gathers):
         after = (lambda: copy([(tensor, target)])) if is_root and target is not tensor else None
         addresses = (source.data_ptr(), target.data_ptr())
         is_in_place = addresses[0] == addresses[1]
-        asynchronous, keep = is_asynchronous(opts), (source, target)
-        return self._run(key, is_in_place, flow, ("in", "out"), addresses, tensors, asynchronous, keep, after)
+        asynchronous, keep, names = is_asynchronous(opts), (source, target), ("in", "out")
+        return self._run(source.device, key, is_in_place, flow, names, addresses, tensors, asynchronous, keep, after)
 
     def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any = None) -> IrisWork:
         """Reduce ``input`` [world * n...] and give rank r part r of the result, in ``output`` [n...]. See
@@ -127,8 +127,8 @@ class Reductions(Gathers):
             return Fold(op, r.op, r.dtype, parts, here + rank * n if in_place else Ref(rank, "out", 0))
 
         after = None if target is output else lambda: copy([(output, target)])
-        asynchronous, keep = is_asynchronous(opts), (source, target)
-        return self._run(key, is_in_place, flow, ("in", "out"), addresses, [output], asynchronous, keep, after)
+        asynchronous, keep, names = is_asynchronous(opts), (source, target), ("in", "out")
+        return self._run(source.device, key, is_in_place, flow, names, addresses, [output], asynchronous, keep, after)
 
     def reduce_scatter_single_coalesced(
         self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None
@@ -154,6 +154,7 @@ class Reductions(Gathers):
         parts = list(inputs[0])
         arguments.check_output(op, "output", output)
         arguments.check_inputs(op, "input_list", parts, world, output.dtype)
+        arguments.check_same_device(op, "input_list[0]", parts[0], output.device)
         if parts[rank].numel() != output.numel():
             raise ArgumentError(
                 f"{op}: input_list[{rank}] has {parts[rank].numel()} elements and this rank's output {output.numel()}; "
@@ -177,7 +178,7 @@ class Reductions(Gathers):
         addresses = (target.data_ptr(), *(t.data_ptr() for t in sources))
         after = None if target is output else lambda: copy([(output, target)])
         asynchronous, keep = is_asynchronous(opts), (sources, target)
-        return self._run(key, is_in_place, flow, names, addresses, outputs, asynchronous, keep, after)
+        return self._run(target.device, key, is_in_place, flow, names, addresses, outputs, asynchronous, keep, after)
 
     # Names of other torch releases.
     all_reduce = allreduce

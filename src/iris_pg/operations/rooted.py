@@ -31,7 +31,7 @@ class Rooted(Operations):
             return IrisWork(tensors)
         target = dense(tensor) if rank == root else room(tensor)
         address = target.data_ptr()
-        offset = self.transport.tensors.offset_of(address, n)
+        offset = self._offset(target, n)
         place = None if offset is None else ("zero copy at", offset)
         key = (op, n, "bytes", tensor.dtype, "from rank", root, place)
 
@@ -47,7 +47,8 @@ class Rooted(Operations):
 
         after = None if target is tensor or rank == root else lambda: copy([(tensor, target)])
         asynchronous = is_asynchronous(opts)
-        return self._run(key, None, flow, ("tensor",), (address,), tensors, asynchronous, target, after)
+        names = ("tensor",)
+        return self._run(target.device, key, None, flow, names, (address,), tensors, asynchronous, target, after)
 
     def gather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None) -> IrisWork:
         """Gather every rank's tensor into the root's list; sizes may differ. See torch.distributed."""
@@ -59,6 +60,7 @@ class Rooted(Operations):
         into: list[Tensor] = list(outputs[0]) if rank == root and outputs else []
         if rank == root:
             arguments.check_list(op, "gather_list", into, world, input.dtype)
+            arguments.check_same_device(op, "gather_list[0]", into[0], input.device)
             if into[rank].numel() != input.numel():
                 raise ArgumentError(
                     f"{op}: gather_list[{rank}] has {into[rank].numel()} elements and this rank's input {input.numel()}"
@@ -93,6 +95,7 @@ class Rooted(Operations):
             for i, t in enumerate(parts):
                 arguments.check_tensor(op, f"scatter_list[{i}]", t)
                 arguments.check_same_dtype(op, f"scatter_list[{i}]", t, output.dtype)
+                arguments.check_same_device(op, f"scatter_list[{i}]", t, output.device)
             if parts[rank].numel() != output.numel():
                 raise ArgumentError(
                     f"{op}: scatter_list[{rank}] has {parts[rank].numel()} elements and this rank's output "
@@ -125,16 +128,30 @@ class Rooted(Operations):
         key = (flow.name, tensor.dtype, direction)
         after = (lambda: copy(moved)) if moved else None
         addresses = tuple(t.data_ptr() for t in contiguous)
-        asynchronous = is_asynchronous(opts)
-        return self._run(key, flow, lambda key, flow: flow, names, addresses, outputs, asynchronous, contiguous, after)
+        asynchronous, device = is_asynchronous(opts), tensor.device
+
+        def same(key: Key, flow: Flow) -> Flow:
+            return flow
+
+        return self._run(device, key, flow, same, names, addresses, outputs, asynchronous, contiguous, after)
 
     def barrier(self, opts: Any = None) -> IrisWork:
-        """Return when every rank has entered. See torch.distributed."""
+        """Return when every rank has entered. See torch.distributed.
+
+        In a group that has moved CUDA tensors, or is bound to a GPU, it returns when the current streams of all ranks
+        have come to it.
+        """
         if self._world == 1:
             return IrisWork([])
+        if device := self._barrier_device(opts):
+            work = self._on(device).barrier(is_asynchronous(opts))
+            if is_asynchronous(opts):
+                return self._coalesced(work)
+            work.wait()
+            return work
         if opts is None or not getattr(opts, "asyncOp", False):
             self.transport.barrier()
             return IrisWork([])
-        work = IrisWork([], drive=self.transport.drive_work)
-        self.transport.barrier(work)
-        return work
+        pending = IrisWork([], drive=self.transport.drive_work)
+        self.transport.barrier(pending)
+        return pending

@@ -126,11 +126,38 @@ class Reservation:
 
     def tensor(self, offset: int, nbytes: int) -> torch.Tensor:
         """Return a uint8 tensor [nbytes] over the range; it keeps the mapping alive."""
-        if nbytes == 0:
-            return torch.empty(0, dtype=torch.uint8)
+        return self.owned(offset, nbytes)[0] if nbytes else torch.empty(0, dtype=torch.uint8)
+
+    def owned(self, offset: int, nbytes: int) -> tuple[torch.Tensor, object]:
+        """Return such a tensor, of at least one byte, and what goes when the last tensor over the same storage does."""
         memory = (ctypes.c_char * nbytes).from_address(self.address + offset)
         memory.owner = self  # type: ignore[attr-defined]
-        return torch.frombuffer(memory, dtype=torch.uint8)
+        return torch.frombuffer(memory, dtype=torch.uint8), memory
+
+
+class HostMemory:
+    """Shared memory of the machine: what a symmetric heap for CPU tensors is made of.
+
+    Attributes:
+        page: granularity of mappings, in bytes.
+        place: the same on all ranks, which share the machine's memory.
+    """
+
+    page = PAGE
+    place = "the machine"
+    device = torch.device("cpu")
+
+    def available_bytes(self) -> int:
+        """As :func:`available_bytes`."""
+        return available_bytes()
+
+    def create_segment(self, nbytes: int) -> int:
+        """As :func:`create_segment`."""
+        return create_segment(nbytes)
+
+    def reserve(self, nbytes: int) -> Reservation:
+        """Return a range of address space of ``nbytes`` (whole pages)."""
+        return Reservation(nbytes)
 
 
 def private_memory(nbytes: int) -> Reservation:

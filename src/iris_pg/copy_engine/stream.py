@@ -1,0 +1,151 @@
+"""The stream engine: a GPU's stream, told to do what a program says. No kernel runs for copies and flags.
+
+:func:`lower` turns the steps of a program into :data:`Action` s with addresses, which is pure; :func:`bind` turns these
+into driver calls, ready to be made again for every call with the same addresses. Lane 0 of a program is the stream of
+the operation, others share a second one. Calls are made in the order written, which is a serial schedule (program.py).
+So this cannot deadlock, whatever queues the hardware maps streams to.
+
+Flags are 32-bit words in host memory that every GPU and every rank's process maps: a rank's host can read what its GPU
+waits for, and release it. Between two GPUs, a stream writes a flag after its copies have landed (cuStreamWriteValue32
+has a barrier of the system's scope before the write, cuda.h).
+
+A stream has no atomic operation on another GPU's memory, so counters (``Add``, ``Wait``) are not for this engine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import torch
+
+from iris_pg.copy_engine.device_reduction import reduction
+from iris_pg.errors import UnsupportedError
+from iris_pg.platforms import cuda
+from iris_pg.program import Copy, Copy2D, Program, Reduce, Ref, Signal, Take
+
+
+@dataclass(frozen=True)
+class Flags:
+    """Accesses of flags, one after another."""
+
+    ops: tuple[cuda.FlagOp, ...]
+
+
+@dataclass(frozen=True)
+class Linear:
+    """A copy of ``nbytes`` bytes."""
+
+    dst: int
+    src: int
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class Rectangle:
+    """A copy of ``rows`` rows of ``width_bytes``."""
+
+    dst: int
+    src: int
+    width_bytes: int
+    rows: int
+    dst_pitch_bytes: int
+    src_pitch_bytes: int
+
+
+@dataclass(frozen=True)
+class Reduction:
+    """A reduction, as in :class:`iris_pg.program.Reduce`."""
+
+    dst: int
+    sources: tuple[int, ...]
+    nbytes: int
+    dtype: str
+    op: str
+
+
+Action: TypeAlias = Flags | Linear | Rectangle | Reduction
+
+
+def lower(program: Program, address: Callable[[Ref], int], lanes: bool = True) -> list[tuple[int, Action]]:
+    """Return (lane, what a stream does) for ``program``, in its order: flags that follow each other are one action.
+
+    Args:
+        address: Ref -> address, as the GPU sees it.
+        lanes: else all steps are in lane 0.
+
+    Raises:
+        UnsupportedError: a step that a stream cannot do.
+    """
+    actions: list[tuple[int, Action]] = []
+    ops: list[cuda.FlagOp] = []
+    lane = 0
+
+    def flush() -> None:
+        if ops:
+            actions.append((lane, Flags(tuple(ops))))
+            ops.clear()
+
+    for step in program.steps:
+        # What is written first is told first, in whatever lane: lanes may share one queue of the hardware.
+        if lanes and step.lane != lane:
+            flush()
+            lane = step.lane
+        action: Action
+        if isinstance(step, Signal):
+            ops.append(cuda.FlagOp(False, address(step.flag), step.tag))
+            continue
+        if isinstance(step, Take):
+            ops.append(cuda.FlagOp(True, address(step.flag), step.tag))
+            ops.append(cuda.FlagOp(False, address(step.flag), 0))
+            continue
+        if isinstance(step, Copy):
+            action = Linear(address(step.dst), address(step.src), step.nbytes)
+        elif isinstance(step, Copy2D):
+            pitches = step.dst_pitch_bytes, step.src_pitch_bytes
+            action = Rectangle(address(step.dst), address(step.src), step.width_bytes, step.rows, *pitches)
+        elif isinstance(step, Reduce):
+            action = Reduction(address(step.dst), tuple(map(address, step.sources)), step.nbytes, step.dtype, step.op)
+        else:
+            raise UnsupportedError(
+                f"stream engine: `{step}`; a stream has no atomics on another GPU's memory; use Signal and Take"
+            )
+        flush()
+        actions.append((lane, action))
+    flush()
+    return actions
+
+
+def bind(
+    actions: list[tuple[int, Action]], device: torch.device, mark: int, second: cuda.SecondStream
+) -> tuple[list[cuda.Launch], cuda.FlagCalls]:
+    """Return the driver calls of ``actions``, and the last of them, which may write a word behind everything.
+
+    Lane 0 goes to the stream that they are given, all others to ``second``,
+    which begins after what that stream did before, and which the last call waits for.
+
+    Args:
+        mark: address of the word.
+    """
+    if all(lane == 0 for lane, _ in actions):
+        last = actions[-1][1] if actions else None
+        if isinstance(last, Flags):
+            return [_bound(action, device) for _, action in actions[:-1]], cuda.FlagCalls(last.ops, mark)
+        return [_bound(action, device) for _, action in actions], cuda.FlagCalls((), mark)
+    calls = [second.beside(_bound(action, device)) if lane else _bound(action, device) for lane, action in actions]
+    return [second.begin, *calls, second.end], cuda.FlagCalls((), mark)
+
+
+def _bound(action: Action, device: torch.device) -> cuda.Launch:
+    if isinstance(action, Flags):
+        return cuda.FlagCalls(action.ops)
+    if isinstance(action, Linear):
+        return cuda.copy(action.dst, action.src, action.nbytes)
+    if isinstance(action, Rectangle):
+        pitches = action.dst_pitch_bytes, action.src_pitch_bytes
+        return cuda.copy_2d(action.dst, action.src, action.width_bytes, action.rows, *pitches)
+    return reduction(device, action.op, action.dtype, action.dst, action.sources, action.nbytes)
+
+
+__all__ = ["Action", "Flags", "Linear", "Rectangle", "Reduction", "bind", "lower"]

@@ -1,0 +1,197 @@
+"""The sdma engine of CUDA tensors: operations as programs, and programs as driver calls for a stream.
+
+The first call for given sizes and addresses makes the driver calls; later ones make them again.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any
+
+import torch
+
+from iris_pg.collectives import message
+from iris_pg.collectives.build import build
+from iris_pg.collectives.flow import Flow, Fold
+from iris_pg.collectives.setting import Setting
+from iris_pg.copy_engine.stream import bind, lower
+from iris_pg.device_page import DevicePage
+from iris_pg.flags import MAIL_SLOTS, SLOTS
+from iris_pg.memory.heap import SymmetricHeap
+from iris_pg.platforms import cuda
+from iris_pg.program import Program, Ref
+from iris_pg.watch import Key, tag_of
+
+_PREPARED = 4096  # most operations whose driver calls are kept
+_PROGRAMS = 1024  # most programs that are kept
+_LANES_FROM = 4 << 20  # bytes that a rank moves; for less a second stream costs more than it gains
+
+
+class Prepared:
+    """An operation that is ready to be put on a stream.
+
+    Args:
+        program: what it does.
+        calls: the driver calls.
+        end: what follows them; it can say that the operation is done.
+    """
+
+    __slots__ = ("_calls", "_end", "program")
+
+    def __init__(self, program: Program, calls: Sequence[cuda.Launch], end: cuda.FlagCalls) -> None:
+        self.program, self._calls, self._end = program, calls, end
+
+    def launch(self, stream: Any, number: int | None, after: Callable[[], Any] | None) -> None:
+        """Put it on a stream (its handle), which writes ``number``, if there is one, into its lane's word behind it and
+        behind what ``after`` puts on the stream.
+        """
+        for call in self._calls:
+            call(stream)
+        if number is None or after:
+            self._end(stream)
+            if after:
+                after()
+            if number is not None:
+                self._end.mark(stream, number)
+        else:
+            self._end.marked(stream, number)
+
+
+class DeviceCopies:
+    """Makes operations of one rank ready.
+
+    Args:
+        page: the flags, and the words of lanes.
+        device: this rank's GPU.
+        chunk_bytes: size of a slot that all ranks read.
+    """
+
+    def __init__(self, page: DevicePage, device: torch.device, chunk_bytes: int) -> None:
+        self.rank, self.world, self.device = page.heap.rank, page.heap.world, device
+        self.chunk_bytes = chunk_bytes
+        self.pair_bytes = max(256, 2 * chunk_bytes // max(self.world, 1) // 256 * 256)
+        self._page = page
+        self._second = cuda.SecondStream(torch.cuda.Stream(device).cuda_stream)
+        self._heap: SymmetricHeap | None = None
+        self._programs: OrderedDict[Hashable, Program] = OrderedDict()
+        self._prepared: OrderedDict[Hashable, Prepared] = OrderedDict()
+
+    def areas(self, only_messages: bool = False) -> dict[str, int]:
+        """Return name -> nbytes of what it takes in the heap."""
+        pairs = self.world * self.pair_bytes
+        mail = dict(mail=MAIL_SLOTS * pairs)
+        return mail if only_messages else dict(staging=SLOTS * self.chunk_bytes, pairs=SLOTS * pairs) | mail
+
+    def use(self, heap: SymmetricHeap) -> None:
+        """Use a heap, which has the :meth:`areas`."""
+        self._heap = heap
+
+    def operation(
+        self,
+        key: Key,
+        local: Any,
+        sequence: int,
+        flow: Callable[[Key, Any], Flow | Fold],
+        program: Callable[[Setting], Program] | None,
+        names: Sequence[str],
+        addresses: Sequence[int],
+        captures: bool,
+    ) -> Prepared:
+        """Return operation number ``sequence``, ready; arguments are those of :meth:`DeviceTransport.perform`.
+
+        While a graph is captured it has one lane: a graph with waits on parallel branches was seen to hang.
+        """
+        slot = sequence % SLOTS
+        known: Hashable = (key, local, slot, addresses, captures)
+        prepared = self._prepared.get(known)
+        if prepared is None:
+            made = self._programs.get((key, local, slot))
+            if made is None:
+                setting = self._setting(key, slot)
+                made = program(setting) if program else build(setting, flow(key, local))
+                self._programs[key, local, slot] = made
+                if len(self._programs) > _PROGRAMS:
+                    self._programs.popitem(last=False)
+            lanes = not captures and made.nbytes_moved() >= _LANES_FROM
+            prepared = self._prepare(known, made, names, addresses, 0, lanes)
+        return prepared
+
+    def send(self, peer: int, tag: int, address: int, nbytes: int, chunks: int, word: int) -> tuple[Prepared, int]:
+        """Return a message to ``peer``, ready, and how many chunks it has; ``chunks`` were sent to it before.
+
+        Args:
+            word: number of the word that says how many messages to it are done.
+        """
+        return self._message(message.send, "send", peer, tag, address, nbytes, chunks, word)
+
+    def receive(self, peer: int, tag: int, address: int, nbytes: int, chunks: int, word: int) -> tuple[Prepared, int]:
+        """Return the receipt of a message; as :meth:`send`."""
+        return self._message(message.receive, "recv", peer, tag, address, nbytes, chunks, word)
+
+    def _message(
+        self,
+        program: Callable[[Setting, int, Ref, int], Program],
+        op: str,
+        peer: int,
+        tag: int,
+        address: int,
+        nbytes: int,
+        chunks: int,
+        word: int,
+    ) -> tuple[Prepared, int]:
+        known: Hashable = (op, peer, tag, nbytes, chunks % MAIL_SLOTS, address)
+        setting = self._setting(("message", tag), chunks % MAIL_SLOTS)
+        prepared = self._prepared.get(known)
+        if prepared is None:
+            made = program(setting, peer, Ref(self.rank, "tensor", 0), nbytes)
+            prepared = self._prepare(known, made, ("tensor",), (address,), word)
+        return prepared, len(message.pieces(setting, nbytes))
+
+    def _setting(self, key: Key, slot: int) -> Setting:
+        return Setting(
+            self.rank,
+            self.world,
+            self._page.heap.control,
+            tag=tag_of(key),
+            chunk_bytes=self.chunk_bytes,
+            pair_bytes=self.pair_bytes,
+            first_slot=slot,
+            pushes=True,
+        )
+
+    def _prepare(
+        self,
+        known: Hashable,
+        program: Program,
+        names: Sequence[str],
+        addresses: Sequence[int],
+        word: int,
+        lanes: bool = False,
+    ) -> Prepared:
+        bound = dict(zip(names, addresses, strict=True))
+
+        def address(ref: Ref) -> int:
+            return bound[ref.buffer] + ref.offset if ref.buffer in bound else self._address(ref)
+
+        actions = lower(program, address, lanes=lanes)
+        calls, end = bind(actions, self.device, self._page.address_of_word(word), self._second)
+        prepared = self._prepared[known] = Prepared(program, calls, end)
+        if len(self._prepared) > _PREPARED:
+            self._prepared.popitem(last=False)
+        return prepared
+
+    def _address(self, ref: Ref) -> int:
+        if ref.buffer == "flags":
+            return self._page.flags[ref.rank] + ref.offset
+        assert self._heap
+        start = 0 if ref.buffer == "heap" else self._heap.areas[ref.buffer]
+        return self._heap.bases[ref.rank] + start + ref.offset
+
+    def close(self) -> None:
+        """Forget everything."""
+        self._programs.clear()
+        self._prepared.clear()
+
+
+__all__ = ["DeviceCopies", "Prepared"]

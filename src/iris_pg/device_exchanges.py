@@ -1,0 +1,122 @@
+"""The cu engine of CUDA tensors: operations as launches of kernels on a stream."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any
+
+import torch
+
+from iris_pg.collectives.flow import Flow, Fold
+from iris_pg.device_page import DevicePage
+from iris_pg.errors import UnsupportedError
+from iris_pg.kernels.device import DEFAULT_COMM_SMS, DeviceKernels, one_shot_bytes, slot_bytes_for
+from iris_pg.kernels.launch import Exchange, area_bytes, reduction_types
+from iris_pg.launches import launches
+from iris_pg.memory.heap import SymmetricHeap
+from iris_pg.platforms import cuda
+from iris_pg.program import Program, Ref
+from iris_pg.watch import Key
+
+_PREPARED = 4096  # most operations that are kept
+
+
+class PreparedExchanges:
+    """An operation that is ready to be launched.
+
+    Args:
+        program: its name, without steps: kernels have flags of their own.
+        kernels, exchanges: what is launched.
+        word: address of the word that says how many operations are done.
+    """
+
+    __slots__ = ("_exchanges", "_kernels", "_word", "program")
+
+    def __init__(self, program: Program, kernels: DeviceKernels, exchanges: list[Exchange], word: int) -> None:
+        self.program, self._kernels, self._exchanges, self._word = program, kernels, exchanges, word
+
+    def launch(self, stream: Any, number: int | None, after: Callable[[], Any] | None) -> None:
+        """Put it on a stream, as :meth:`iris_pg.device_copies.Prepared.launch` does."""
+        self._kernels.launch(self._exchanges, int(stream))
+        if after:
+            after()
+        if number is not None:
+            cuda.write(stream, self._word, number)
+
+
+def has_reduction(op: str, dtype: str) -> bool:
+    """Return whether the kernels have a reduction."""
+    try:
+        reduction_types(op, dtype)
+    except UnsupportedError:
+        return False
+    return True
+
+
+class DeviceExchanges:
+    """Makes operations of one rank ready.
+
+    Args:
+        page: the words of lanes.
+        device: this rank's GPU.
+    """
+
+    def __init__(self, page: DevicePage, device: torch.device) -> None:
+        self.rank, self.world, self.device = page.heap.rank, page.heap.world, device
+        self._slot_bytes = slot_bytes_for(self.world)
+        self._word = page.address_of_word(0)
+        self._heap: SymmetricHeap | None = None
+        self.kernels: DeviceKernels | None = None
+        self._prepared: OrderedDict[Hashable, PreparedExchanges] = OrderedDict()
+
+    def areas(self) -> dict[str, int]:
+        """Return name -> nbytes of what it takes in the heap."""
+        return area_bytes(self.world, self._slot_bytes, DEFAULT_COMM_SMS)
+
+    def use(self, heap: SymmetricHeap, timeout_s: float) -> None:
+        """Use a heap, which has the :meth:`areas`. No rank launches before all have come here."""
+        self._heap = heap
+        for name, nbytes in self.areas().items():
+            heap.bytes_at(self.rank, heap.areas[name], nbytes).zero_()
+        torch.cuda.synchronize(self.device)
+        sizes = (self._slot_bytes, DEFAULT_COMM_SMS, timeout_s, self.device)
+        self.kernels = DeviceKernels(self.rank, self.world, heap.bases, heap.areas, *sizes)
+
+    def operation(
+        self,
+        key: Key,
+        local: Any,
+        flow: Callable[[Key, Any], Flow | Fold],
+        names: Sequence[str],
+        addresses: Sequence[int],
+    ) -> PreparedExchanges:
+        """Return an operation, ready; arguments are those of :meth:`DeviceTransport.perform`.
+
+        Raises:
+            UnsupportedError: a reduction that the kernels do not have.
+        """
+        known: Hashable = (key, local, addresses)
+        prepared = self._prepared.get(known)
+        if prepared is None:
+            assert self.kernels and self._heap
+            bound, bases = dict(zip(names, addresses, strict=True)), self._heap.bases
+
+            def address(ref: Ref) -> int:
+                return (bound[ref.buffer] if ref.buffer in bound else bases[ref.rank]) + ref.offset
+
+            made = launches(self.rank, self.world, flow(key, local), address, one_shot_bytes(self.world))
+            with cuda.outside_of_capture():
+                self.kernels.prepare(made)
+            name = Program(self.rank, self.world, (), str(key[0]))
+            prepared = self._prepared[known] = PreparedExchanges(name, self.kernels, made, self._word)
+            if len(self._prepared) > _PREPARED:
+                self._prepared.popitem(last=False)
+        return prepared
+
+    def close(self) -> None:
+        """Forget everything."""
+        self._prepared.clear()
+
+
+__all__ = ["DeviceExchanges", "PreparedExchanges", "has_reduction"]

@@ -1,0 +1,457 @@
+"""What moves the bytes of CUDA tensors between the ranks of one group: a heap on the GPU, flags in host memory, and
+programs run by streams.
+
+Made by the first operation on a CUDA tensor, which all ranks of the group take part in. Keys, flows and programs are
+those of CPU tensors (transport.py).
+
+An operation runs on the caller's current stream, or, when it is asynchronous, on the group's own stream, which waits
+for the current one first. Operations of a group are done in the order of calls, on whatever streams: flags are
+mailboxes with one writer at a time. Under capture everything runs on the caller's stream, in one chain, and nothing
+that is captured depends on what ran before, so a graph can be replayed among eager calls. Replays have to be in one
+order with the group's other operations, on all ranks, which they are when streams put them in one.
+
+An operation that fails to be put on its stream, as a whole, fails the group.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import threading
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from iris_pg.collectives.barrier import barrier
+from iris_pg.collectives.flow import Flow, Fold
+from iris_pg.collectives.setting import Setting
+from iris_pg.device_copies import DeviceCopies, Prepared
+from iris_pg.device_exchanges import DeviceExchanges, PreparedExchanges, has_reduction
+from iris_pg.device_page import DevicePage
+from iris_pg.device_watchdog import Captured, Watchdog
+from iris_pg.device_work import Held, Lane, StreamWork, raw_stream, stream_of
+from iris_pg.errors import ArgumentError, ClosedError, IrisError, UnsupportedError, where
+from iris_pg.flags import MAIL_SLOTS
+from iris_pg.memory.heap import SymmetricHeap
+from iris_pg.memory.sharing import Links
+from iris_pg.options import Options
+from iris_pg.planner import engine_for, uses_kernels, words_of_table
+from iris_pg.platforms import cuda
+from iris_pg.program import Program
+from iris_pg.transport import BARRIER
+from iris_pg.watch import Key, Watch
+
+_PREPARED = 4096  # most operations whose driver calls are kept
+_PROGRAMS = 1024  # most programs that are kept
+_AT_EXIT_S = 5.0  # longest time that operations get to end by themselves when the process ends
+
+_open_transports: weakref.WeakSet[DeviceTransport] = weakref.WeakSet()
+_abandoned: list[DeviceTransport] = []
+
+
+class DeviceTransport:
+    """Operations on tensors of one GPU, for one group. Collective to make.
+
+    Args:
+        links: the group's links.
+        options: the group's options.
+        timeout_s: deadline of every wait.
+        device: this rank's GPU.
+
+    Attributes:
+        heap: symmetric memory on the GPU; outputs in it are written by peers directly.
+
+    Raises:
+        UnsupportedError: cuda-bindings is missing, GPUs cannot access each other's memory, or the engine does not exist
+            for CUDA tensors. Else as :class:`SymmetricHeap`.
+    """
+
+    def __init__(self, links: Links, options: Options, timeout_s: float, device: torch.device) -> None:
+        self.links, self.rank, self.world, self.device = links, links.rank, links.world, device
+        self.engine, self.reason = engine_for(options.engine, "cuda")
+        self._chunk_bytes = options.device_chunk_bytes
+        memory = self._agree_on_devices()
+        # Words: collectives, messages to each rank, messages from each rank, graphs.
+        self._page = page = DevicePage(links, 2 + 2 * self.world)
+        self._copies = DeviceCopies(page, device, self._chunk_bytes)
+        self._requested = options.engine
+        self._exchanges = None if self._requested == "sdma" else DeviceExchanges(page, device)
+        areas = self._copies.areas(only_messages=self._requested == "cu")
+        if self._exchanges:
+            areas |= self._exchanges.areas()
+        self.heap = self.tensors = SymmetricHeap(links, options.heap_bytes, areas, memory)
+        self._copies.use(self.heap)
+        self._uses_kernels: dict[Key, bool] = {}
+        if self._exchanges:
+            self._exchanges.use(self.heap, timeout_s)
+            links.exchange({}, what="create the cu engine for CUDA tensors")
+        self._lane = Lane(page.reader(0), lambda peer: page.word_of(peer, 0))
+        graphs = 1 + 2 * self.world
+        self._captured = Captured(page.reader(graphs), page.address_of_word(graphs))
+        self.watch = Watch(page.heap, lambda: self._lane.done)
+        self._lock = threading.RLock()  # operations are numbered and put on streams in one order
+        self._side = torch.cuda.Stream(device)
+        self._last: dict[bool, int | None] = {False: None, True: None}  # was it captured -> the last one's stream
+        self._lanes = [self._lane]
+        self._mail: dict[tuple[str, int], _MailLane] = {}
+        self._handles: dict[int, Any] = {}
+        self._is_fork = self._is_closed = False
+        kernels = self._exchanges.kernels if self._exchanges else None
+        looked_after = (self.watch, page, self._lanes, self._captured, self._lock, kernels)
+        self._watchdog = Watchdog(*looked_after, timeout_s, f"iris_pg {links.group} watchdog")
+        _open_transports.add(self)
+
+    def _agree_on_devices(self) -> cuda.DeviceMemory:
+        """Make this rank's platform and check that the GPUs of all ranks can access each other."""
+        problem, memory = None, None
+        try:
+            memory = cuda.DeviceMemory(self.device)
+        except IrisError as error:
+            problem = str(error)
+        card = dict(problem=problem, place=memory and memory.place, chunk_bytes=self._chunk_bytes, engine=self.engine)
+        messages = self.links.exchange(card, what="create the group's transport for CUDA tensors")
+        for peer, said in enumerate(m.payload for m in messages):
+            if said["problem"]:
+                raise UnsupportedError(f"CUDA tensors, on rank {peer}: {said['problem']} {self._where()}")
+            if said["chunk_bytes"] != self._chunk_bytes:
+                raise ArgumentError(
+                    f"rank {self.rank} has device_chunk_bytes={self._chunk_bytes} and rank {peer} "
+                    f"{said['chunk_bytes']}; options are the same on all ranks {self._where()}"
+                )
+            if not cuda.can_reach(self.device, said["place"]):
+                raise UnsupportedError(
+                    f"rank {self.rank}'s {self.device} cannot access the memory of rank {peer}'s GPU; an iris group "
+                    "needs GPUs with peer access (NVLink, or PCIe peer to peer; see `nvidia-smi topo -p2p rw`); use "
+                    f"another backend for them {self._where()}"
+                )
+        assert memory
+        return memory
+
+    # Operations -------------------------------------------------------------------------------------------------------
+
+    def perform(
+        self,
+        key: Key,
+        local: Any,
+        flow: Callable[[Key, Any], Flow | Fold],
+        names: Sequence[str],
+        addresses: Sequence[int],
+        outputs: list[Any],
+        asynchronous: bool = False,
+        keep: Any = None,
+        after: Callable[[], Any] | None = None,
+        program: Callable[[Setting], Program] | None = None,
+        blocks: bool = False,
+    ) -> StreamWork:
+        """Put an operation on a stream, and return its work.
+
+        Args:
+            key, local, flow, names, addresses: as in :meth:`iris_pg.transport.Transport.run`.
+            outputs: what the work gives.
+            asynchronous: on the group's stream and not on the current one.
+            keep: tensors to keep until the work is done, if asynchronous.
+            after: called with the operation's stream current, behind the operation.
+            program: builds the program, when it is not what ``flow`` says.
+            blocks: ``wait`` of the work waits on the host.
+
+        Raises:
+            ClosedError: the group has failed or was closed before. DriverError: the driver does not take a call.
+        """
+        if torch._C._cuda_getDevice() != self.device.index:
+            with torch.cuda.device(self.device):
+                given = (key, local, flow, names, addresses, outputs, asynchronous, keep, after, program, blocks)
+                return self.perform(*given)
+        with self._lock:
+            watch = self.watch
+            watch.check_open()
+            captures = torch._C._cuda_isCurrentStreamCapturing()
+            # Before anyone is told that the operation has begun: what is wrong with it is an error and no more.
+            where_to = names, tuple(addresses)
+            prepared: Prepared | PreparedExchanges
+            if self._exchanges and not program and self._is_for_kernels(key, local, flow):
+                prepared = self._exchanges.operation(key, local, flow, *where_to)
+            else:
+                number = watch.sequence + 1
+                prepared = self._copies.operation(key, local, number, flow, program, *where_to, captures)
+            watch.begin(key)
+            try:
+                if captures:
+                    return self._capture(key, prepared, outputs, after)
+                watch.submitting(key)
+                watch.submitted(self._lane.count + 1)
+                current = raw_stream(self.device)
+                event = held = None
+                if asynchronous:
+                    held = Held(keep)
+                    raw = self._side.cuda_stream
+                    self._side.wait_stream(stream_of(self.device, current))
+                    self._follow(raw, False)
+                    with torch.cuda.stream(self._side):
+                        prepared.launch(self._handle(raw), self._lane.next, after)
+                        event = self._side.record_event()
+                else:
+                    raw = current
+                    self._follow(raw, False)
+                    prepared.launch(self._handle(raw), self._lane.next, after)
+            except BaseException as error:  # peers wait for an operation that this rank may have begun by half
+                watch.give_up(error)
+                raise
+            work = StreamWork(outputs, self.device, raw, event, self._failed_with, held, blocks)
+            self._lane.add(key, prepared.program, held)
+            self._lane.oldest()
+            return work
+
+    def _is_for_kernels(self, key: Key, local: Any, flow: Callable[[Key, Any], Flow | Fold]) -> bool:
+        """Return whether an operation is of the cu engine; all ranks decide alike."""
+        answer = self._uses_kernels.get(key)
+        if answer is None:
+            if len(self._uses_kernels) > 4096:
+                self._uses_kernels.clear()
+            made = flow(key, local)
+            parts = made.operands if isinstance(made, Fold) else (*made.sends, *made.receives)
+            nbytes = max((part.nbytes for part in parts), default=0)
+            answer = uses_kernels(self._requested, str(key[0]), nbytes)
+            if self._requested == "auto" and isinstance(made, Fold) and not has_reduction(made.op, made.dtype):
+                answer = False
+            self._uses_kernels[key] = answer
+        return answer
+
+    def _capture(
+        self,
+        key: Key,
+        prepared: Prepared | PreparedExchanges,
+        outputs: list[Any],
+        after: Callable[[], Any] | None,
+        is_in_line: bool = True,
+    ) -> StreamWork:
+        """Put an operation on the current stream, which is being captured."""
+        raw = raw_stream(self.device)
+        if is_in_line:
+            self._follow(raw, True)
+        self._captured.launch(key, prepared, self._handle(raw), after)
+        return StreamWork(outputs, self.device, raw, None, self._failed_with, is_in_line=is_in_line)
+
+    def _follow(self, raw: int, captures: bool) -> None:
+        """Let a stream wait for the operation before, if that ran on another one.
+
+        A graph is replayed at other times. So what is captured follows only what the same graph holds, and other
+        operations follow each other.
+        """
+        last = self._last[captures]
+        if last is not None and last != raw:
+            stream = stream_of(self.device, last)
+            if not captures or _is_capturing(stream):
+                stream_of(self.device, raw).wait_stream(stream)
+        self._last[captures] = raw
+
+    def _handle(self, raw: int) -> Any:
+        handle = self._handles.get(raw)
+        if handle is None:
+            if len(self._handles) > 1024:
+                self._handles.clear()
+            handle = self._handles[raw] = cuda.stream_handle(raw)
+        return handle
+
+    def barrier(self, asynchronous: bool = False) -> StreamWork:
+        """Return the work of a barrier: done when every rank's stream has come to it; its ``wait`` waits on the host.
+
+        Both rounds at once, and not in turn as on CPUs: a captured barrier is the same at every replay.
+        """
+
+        def both(s: Setting) -> Program:
+            return barrier(s, 0).then(barrier(s, 1))
+
+        def flow(key: Key, local: Any) -> Flow:
+            return Flow("barrier")
+
+        captures = torch.cuda.is_current_stream_capturing()
+        return self.perform(BARRIER, None, flow, (), (), [], asynchronous, program=both, blocks=not captures)
+
+    # Messages ---------------------------------------------------------------------------------------------------------
+
+    def send(self, tensor: torch.Tensor, dst: int, tag: int, outputs: list[Any]) -> StreamWork:
+        """Put a message of contiguous ``tensor`` to rank ``dst`` on the stream for messages to that rank."""
+        return self._message("send", "to", self._copies.send, tensor, dst, tag, outputs, None)
+
+    def recv(
+        self, tensor: torch.Tensor, src: int, tag: int, outputs: list[Any], after: Callable[[], Any] | None
+    ) -> StreamWork:
+        """Put the receipt of a message into contiguous ``tensor`` on the stream for messages from rank ``src``.
+
+        ``after`` is called with that stream current, behind the receipt.
+        """
+        return self._message("recv", "from", self._copies.receive, tensor, src, tag, outputs, after)
+
+    def _message(
+        self,
+        op: str,
+        direction: str,
+        prepare: Callable[[int, int, int, int, int, int], tuple[Prepared, int]],
+        tensor: torch.Tensor,
+        peer: int,
+        tag: int,
+        outputs: list[Any],
+        after: Callable[[], Any] | None,
+    ) -> StreamWork:
+        if peer == self.rank:
+            raise ArgumentError(
+                f"{op}: a message to or from this rank itself, {self.rank}; messages are between two ranks; copy the "
+                f"tensor (tensor.copy_) instead {self._where(op)}"
+            )
+        nbytes, most = tensor.numel() * tensor.element_size(), MAIL_SLOTS * self._copies.pair_bytes
+        with self._lock, torch.cuda.device(self.device):
+            self.watch.check_open()
+            captures = torch.cuda.is_current_stream_capturing()
+            if captures and nbytes > most:
+                raise UnsupportedError(
+                    f"{op}: a message of {nbytes} bytes while a graph is captured; it takes {most}, what slots hold, "
+                    "since a captured send must not wait for its receive; raise IRIS_PG_DEVICE_CHUNK_BYTES, or send "
+                    f"smaller messages {self._where(op)}"
+                )
+            mail = self._mail_lane(op, peer)
+            lane = mail.lane
+            prepared, chunks = prepare(peer, tag, tensor.data_ptr(), nbytes, mail.chunks, mail.word)
+            mail.chunks += chunks
+            said: Key = (op, nbytes, "bytes", direction, "rank", peer)
+            if captures:
+                return self._capture(said, prepared, outputs, after, is_in_line=False)
+            stream, raw = mail.stream, mail.stream.cuda_stream
+            stream.wait_stream(torch.cuda.current_stream(self.device))
+            with torch.cuda.stream(stream):
+                prepared.launch(self._handle(raw), lane.next, after)
+                event = stream.record_event()
+            held = Held(tensor)
+            work = StreamWork(outputs, self.device, raw, event, self._failed_with, held, is_in_line=False)
+            lane.add(said, prepared.program, held)
+            lane.oldest()
+            return work
+
+    def _mail_lane(self, op: str, peer: int) -> _MailLane:
+        mail = self._mail.get((op, peer))
+        if mail is None:
+            # Streams of different priorities never share a hardware queue. So a receive does not queue behind a send
+            # that waits for it, whatever CUDA_DEVICE_MAX_CONNECTIONS says.
+            stream = torch.cuda.Stream(self.device, priority=0 if op == "send" else -1)
+            to, from_ = (lambda rank: 1 + rank), (lambda rank: 1 + self.world + rank)
+            word, theirs = (to(peer), from_(self.rank)) if op == "send" else (from_(peer), to(self.rank))
+            page = self._page
+            lane = Lane(page.reader(word), lambda peer: page.word_of(peer, theirs))
+            mail = self._mail[op, peer] = _MailLane(stream, lane, word)
+            self._lanes.append(lane)
+        return mail
+
+    # Life -------------------------------------------------------------------------------------------------------------
+
+    @property
+    def sequence(self) -> int:
+        """Number of operations begun."""
+        return self.watch.sequence
+
+    def _failed_with(self) -> BaseException | None:
+        return self.watch.failure
+
+    def _where(self, op: str | None = None) -> str:
+        return where(group=self.links.group, rank=self.rank, op=op)
+
+    def explain(self) -> str:
+        """Return what was chosen for CUDA tensors, and why, in words."""
+        return "\n".join(
+            (
+                f"group {self.links.group}: rank {self.rank} of {self.world}, CUDA tensors on {self.device}",
+                f"  engine    {self.engine} ({self.reason})",
+                *([f"            {words_of_table()}"] if self._requested == "auto" else []),
+                f"  heap      {self.heap.limit_bytes} bytes a rank for tensors; outputs in it are written by peers "
+                "directly (zero copy)",
+                f"  elsewhere through landing slots of {self._chunk_bytes} bytes",
+                f"  messages  are matched by their order, and go through {MAIL_SLOTS} slots of "
+                f"{self._copies.pair_bytes} bytes for each pair of ranks",
+            )
+        )
+
+    def set_timeout(self, timeout_s: float) -> None:
+        """Set the deadline of later waits."""
+        self._watchdog.timeout_s = timeout_s
+
+    def close(self, why: str = "closed", patience_s: float | None = None) -> None:
+        """Drop the heap, once nothing uses it any more. Idempotent.
+
+        Operations that are under way get time to end by themselves. When it is over, or the group has failed, what they
+        wait for is written.
+
+        Args:
+            patience_s: how much time; the group's deadline when None.
+        """
+        if self._is_fork or self._is_closed:
+            return
+        self._is_closed = True
+        patience_s = self._watchdog.timeout_s if patience_s is None else patience_s
+        is_over = self._come_to_an_end(patience_s)
+        watch = self.watch
+        watch.failure = watch.failure or ClosedError(f"the group was closed ({why}) {self._where()}")
+        self._watchdog.stop()
+        if not is_over:
+            _abandoned.append(self)  # a GPU may still use the memory: it stays for as long as the process
+            return
+        with self._lock:
+            self._copies.close()
+            if self._exchanges:
+                self._exchanges.close()
+            for lane in self._lanes:
+                lane.drop()
+            self._mail.clear()
+            self._page.close()
+            self.heap.close()
+
+    def _come_to_an_end(self, patience_s: float) -> bool:
+        """Wait for the GPU, and release its streams when that takes longer; return whether it is done."""
+        done = threading.Thread(target=torch.cuda.synchronize, args=(self.device,), daemon=True)
+        done.start()
+        deadline = time.monotonic() + patience_s
+        while done.is_alive() and not self.watch.failure and time.monotonic() < deadline:
+            done.join(0.01)
+        return self._watchdog.release(lambda: not done.is_alive())
+
+    def _forget(self) -> None:
+        """In a forked child, which has no context of the GPU: touch nothing."""
+        self._is_fork = True
+        self._lock = threading.RLock()  # whoever held it lives in the parent
+        self.watch.failure = ClosedError(
+            "this process is a fork of the one that created the group, and cannot use it; make a group of its own "
+            f"{self._where()}"
+        )
+
+
+class _MailLane:
+    """Messages to one rank, or from it.
+
+    Attributes:
+        stream, lane: where they run, and in what order.
+        word: number of the lane's word.
+        chunks: number of chunks so far; gives the slot of the next.
+    """
+
+    def __init__(self, stream: torch.cuda.Stream, lane: Lane, word: int) -> None:
+        self.stream, self.lane, self.word, self.chunks = stream, lane, word, 0
+
+
+def _is_capturing(stream: torch.cuda.Stream) -> bool:
+    with torch.cuda.stream(stream):
+        return torch.cuda.is_current_stream_capturing()
+
+
+def _after_fork_in_child() -> None:
+    for transport in list(_open_transports):
+        transport._forget()
+
+
+os.register_at_fork(after_in_child=_after_fork_in_child)
+
+
+@atexit.register
+def _at_exit() -> None:
+    """Release what would keep the process from ending: the driver waits for streams when it does."""
+    for transport in list(_open_transports):
+        transport.close("the process ends", _AT_EXIT_S)

@@ -1,0 +1,74 @@
+"""Every operation on CUDA tensors, of ordinary memory and of the heap, against results computed on each rank."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from device_data import OPERATIONS, Case, mistakes, use_device
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device; torch sees none"),
+]
+TIMEOUT_S = 240
+ENGINES = ["sdma", "cu", "auto"]
+DTYPES = [
+    torch.float32,
+    torch.bfloat16,
+    torch.uint8,
+    torch.int64,
+    torch.float16,
+    torch.float64,
+    torch.int32,
+    torch.bool,
+    torch.complex64,
+]
+CHUNK_BYTES = 1 << 20  # so that large tensors take several
+
+
+def every_operation(rank, world, dtypes, sizes):
+    use_device(rank)
+    heap = dist.group.WORLD.heap_on("cuda")
+    wrong, count = [], 0
+    for operation in OPERATIONS:
+        for numel in sizes:
+            for dtype in dtypes:
+                count += 1
+                where = heap if count % 2 else None
+                made = []
+                case = Case(rank, world, numel, dtype, count, where, count % 3 == 0)
+                if where:  # tensors are freed again, in order
+                    case.heap = _Noting(heap, made)
+                pairs = operation(case)
+                form = (operation.__name__, numel, dtype, "heap" if where else "ordinary", case.asynchronous)
+                wrong += mistakes(pairs, form)
+                for tensor in made:
+                    heap.free(tensor)
+                assert len(wrong) < 5, "\n".join(wrong)
+    assert not wrong, "\n".join(wrong)
+    dist.barrier()
+    return count
+
+
+class _Noting:
+    """A heap that notes what it hands out."""
+
+    def __init__(self, heap, made):
+        self.heap, self.made = heap, made
+
+    def empty(self, *size, dtype):
+        self.made.append(self.heap.empty(*size, dtype=dtype))
+        return self.made[-1]
+
+
+@pytest.mark.timeout(TIMEOUT_S + 60)
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize(
+    ("world", "n_dtypes", "sizes"),
+    [(1, 9, (0, 1, 1003)), (2, 9, (0, 1, 17, (1 << 20) + 3)), (4, 3, (1, 1003)), (8, 2, (257,))],
+)
+def test_every_operation_gives_what_it_should(ranks, world, n_dtypes, sizes, engine):
+    options = dict(engine=engine, device_chunk_bytes=CHUNK_BYTES)
+    counts = ranks(world).run(every_operation, DTYPES[:n_dtypes], sizes, options=options, timeout_s=TIMEOUT_S)
+    assert len(set(counts)) == 1
