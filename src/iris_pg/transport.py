@@ -108,8 +108,9 @@ class Transport:
         else:
             hostile = None if options.hostile_seed is None else random.Random(f"{options.hostile_seed}/{self.rank}")
             patience = Patience(timeout_s, self.world, watch.check, watch.describe)
-            ring, read = Ring(_RING_BYTES, f"{links.group}/{self.rank}"), self._read if self._neighbours else None
-            self.queue = Queue(ring, patience, hostile, on_fault=watch.give_up, read=read)
+            ring, neighbours = Ring(_RING_BYTES, f"{links.group}/{self.rank}"), self._neighbours
+            reading: dict[str, Any] = dict(read=self._read, pids=neighbours.pids) if neighbours else {}
+            self.queue = Queue(ring, patience, hostile, on_fault=watch.give_up, **reading)
             self._thread = EngineThread([self.queue], keep_looking=False, name=name)
 
     # Operations -------------------------------------------------------------------------------------------------------
