@@ -10,11 +10,14 @@ import re
 import pytest
 import torch
 
+from iris_pg.collectives.flow import Fold, Part
 from iris_pg.copy_engine.reduction import reduce_bytes
 from iris_pg.errors import DeadlineError, UnsupportedError
 from iris_pg.kernels.device import gpu_limits, source_of
 from iris_pg.kernels.engine import Exchange, KernelEngine, Message, area_bytes, reduction_types
 from iris_pg.kernels.launch import Launches
+from iris_pg.launches import launches
+from iris_pg.program import Ref
 
 SLOT = 256
 
@@ -93,6 +96,34 @@ def test_aligned_memory_is_accessed_16_bytes_at_a_time(name):
         assert accesses and all(int(count) * int(bits) == 128 for count, bits in accesses), accesses
     odd = compiled(gpu_launch("cuda", 2, **LAUNCHES[name], address=(1 << 30) + 8), "cuda", 90, 32)["ptx"]
     assert odd != ptx  # what is not a multiple of 16 must not be
+
+
+@pytest.mark.parametrize("world", [2, 3, 8])
+def test_all_ranks_choose_the_same_kernel_for_one_operation(world):
+    """Of uneven parts too: a rank sees every size, but another one as its own."""
+    limits = gpu_limits("CUDA", comm_sms=3)
+    arguments = (world, [1 << 40] * world, 0, 1 << 16, 1 << 16, 4096, 4096, limits)
+    engines = [Launches(rank, *arguments) for rank in range(world)]
+    for n in [*range(8, 400_000, 9973), 1 << 20, 3 << 20]:
+        for fold in (
+            lambda rank, n=n: Fold("all_reduce", "sum", "int8", (Part(rank, n, ref(rank)),), ref(rank), to_all=True),
+            lambda rank, n=n: Fold(
+                "reduce_scatter",
+                *("sum", "int8", tuple(Part(p, n + p // 2 * 16, ref(rank)) for p in range(world)), ref(rank)),
+            ),
+        ):
+            made = [launches(rank, world, fold(rank), lambda ref: 1 << 30) for rank in range(world)]
+            for phase in zip(*made, strict=True):
+                chosen = [engine.of(exchange, 1) for engine, exchange in zip(engines, phase, strict=True)]
+                assert len({(launch.kernel, launch.ctas) for launch in chosen}) == 1, (n, chosen)
+                if chosen[0].kernel in ("exchange", "reduce"):
+                    names = list(source_of(chosen[0].kernel, world, {})["signature"])
+                    rounds = names.index("rounds")
+                    assert len({(x.arguments[rounds], x.arguments[names.index("own_share")]) for x in chosen}) == 1
+
+
+def ref(rank):
+    return Ref(rank, "in", 0)
 
 
 def test_a_launch_is_the_same_kernel_for_every_message_of_its_kind():

@@ -36,9 +36,9 @@ def one_shot_bytes(world: int) -> int:
 
 def slot_bytes_for(world: int) -> int:
     """Return the size of a landing slot: a CTA writes one for each peer in a round, and a round costs a microsecond or
-    two. All slots of a CTA take 8 MiB.
+    two. All slots of a CTA take 4 MiB.
     """
-    return max((1 << 20) // world // 16 * 16, 1 << 16)
+    return max((1 << 19) // world // 16 * 16, 1 << 16)
 
 
 def gpu_limits(platform: str, comm_sms: int) -> Limits:
@@ -48,9 +48,12 @@ def gpu_limits(platform: str, comm_sms: int) -> Limits:
         least_bytes=8192,
         words_bytes=comm_sms * 16384,
         push_bytes=1 << 21,
+        push_ctas=min(comm_sms, 16),
         lanes=4096,
+        reduce_lanes=8192,
         fits=False,
         warps=16,
+        chunks=8,
         polls=256,
         platform=platform,
     )

@@ -61,9 +61,12 @@ class Limits:
         least_bytes: of a message for one CTA, before another one helps.
         words_bytes: largest message that goes in words with their flags.
         push_bytes: largest message to all that goes through slots though the output is in the heap.
+        push_ctas: most CTAs of a launch that writes into outputs in the heap: a link is full with fewer.
         lanes: of a copy, 8 bytes each; the most.
+        reduce_lanes: of a block of all operands, 8 bytes each; the most.
         fits: fewer lanes for less than that; where launches are compiled, each number of lanes is a compilation.
         warps: of a CTA.
+        chunks: into how many a CTA cuts its share of a message, so that one can be copied out while another comes.
         polls: of a flag between two looks at the clock.
         platform: name of the constant of the kernels that says what they run on.
     """
@@ -72,9 +75,12 @@ class Limits:
     least_bytes: int
     words_bytes: int
     push_bytes: int
+    push_ctas: int
     lanes: int
+    reduce_lanes: int
     fits: bool
     warps: int
+    chunks: int
     polls: int
     platform: str
 
@@ -158,7 +164,7 @@ class Launches:
         platform = getattr(kernels(interpreted=True), limits.platform).value
         self._common = dict(world=world, POLLS=limits.polls, PLATFORM=platform)
         source = kernels(interpreted=True)
-        self._chunk, self._chunks = source.CHUNK.value, source.CHUNKS.value
+        self._chunk = source.CHUNK.value
         self._lanes = max(2, 1 << (world - 1).bit_length())
         self._words_bytes = min(limits.words_bytes, limits.ctas * WORD_LANES * 4)
 
@@ -197,7 +203,9 @@ class Launches:
             constants |= dict(ELEMENT=element, ACCUMULATOR=accumulator, OP=op)
 
         in_words = symmetric and world > 1 and 0 < longest <= self._words_bytes
-        if in_words and all(n == longest for p, n in enumerate(send_bytes) if p != self.rank):
+        # Every rank must choose alike, and each sees all sizes, though not the same ones in the same place.
+        messages_here = (*exchange.sends, *exchange.receives)
+        if in_words and own_bytes in (0, longest) and all(m.nbytes == longest for m in messages_here):
             low |= longest
             lanes, warps = self._word_lanes(longest)
             constants |= dict(BLOCK=lanes, WORD=max(_word(low), size), TO_ALL=to_all)
@@ -218,20 +226,20 @@ class Launches:
             arguments = (self.bases, tuple(sends), tuple(receives), longest, *own, *slots, *tail, limit_ns)
             return Launch("exchange_words", ctas, arguments, constants, warps)
 
-        pushes = (
-            exchange.zero_copy and reduction is None and not (symmetric and to_all and longest <= limits.push_bytes)
-        )
+        pushes = exchange.zero_copy and reduction is None and not (symmetric and longest <= limits.push_bytes)
         if pushes:
             for place in places:
                 low |= place
         credits = not symmetric
-        constants |= dict(LANES=self._lanes, BLOCK=self._block(longest), WORD=max(_word(low), size))
+        lanes = limits.lanes if reduction is None else limits.reduce_lanes
+        constants |= dict(LANES=self._lanes, BLOCK=self._block(longest, lanes), WORD=max(_word(low), size))
+        most = limits.push_ctas if pushes else limits.ctas
         # All ranks know the longest message of a symmetric exchange, and else the two ranks of a message know that one.
         sizes = (own_bytes, *send_bytes, *receive_bytes)
         if symmetric:
-            shares = [self._share(longest)] * len(sizes)
+            shares = [self._share(longest, most)] * len(sizes)
         else:
-            shares = [self._share(n) for n in sizes]
+            shares = [self._share(n, most) for n in sizes]
         ctas = max(1, *(-(-n // share) for n, share in zip(sizes, shares, strict=True)))
         own_share, send_shares, receive_shares = shares[0], tuple(shares[1 : world + 1]), tuple(shares[world + 1 :])
         own_part = (*own, own_share)
@@ -241,7 +249,7 @@ class Launches:
             tail = (self.flags, self.counters, self.words, self.rank, limit_ns)
             arguments = (*messages, tuple(places), tuple(receive_bytes), receive_shares, *own_part, *tail)
             return Launch("push", ctas, arguments, constants, limits.warps)
-        constants["CREDITS"] = credits
+        constants |= dict(CREDITS=credits, CHUNKS=limits.chunks)
         slots = (self.credit_slots if credits else self.round_slots, self.slot_bytes)
         tail = (self._rounds(longest), self.flags, *slots, *tail, limit_ns)
         if reduction is not None:
@@ -250,19 +258,18 @@ class Launches:
         arguments = (*messages, tuple(receives), tuple(receive_bytes), receive_shares, *own_part, *tail)
         return Launch("exchange", ctas, arguments, constants, limits.warps)
 
-    def _share(self, nbytes: int) -> int:
-        """Return how many bytes of a message a CTA moves, a multiple of 16."""
-        ctas, least = self.limits.ctas, self.limits.least_bytes
-        return max((nbytes + ctas * 16 - 1) // (ctas * 16) * 16, least)
+    def _share(self, nbytes: int, ctas: int) -> int:
+        """Return how many bytes of a message each of at most ``ctas`` CTAs moves, a multiple of 16."""
+        return max((nbytes + ctas * 16 - 1) // (ctas * 16) * 16, self.limits.least_bytes)
 
     def _rounds(self, nbytes: int) -> int:
         """Return into how many chunks a CTA cuts its share of a message; a longer message has no fewer."""
-        share = self._share(nbytes)
-        cut = min(max((share + self._chunks * 16 - 1) // (self._chunks * 16) * 16, self._chunk), self.slot_bytes)
+        share = self._share(nbytes, self.limits.ctas)
+        chunks = self.limits.chunks
+        cut = min(max((share + chunks * 16 - 1) // (chunks * 16) * 16, self._chunk), self.slot_bytes)
         return -(-min(share, nbytes) // cut)
 
-    def _block(self, longest: int) -> int:
-        lanes = self.limits.lanes
+    def _block(self, longest: int, lanes: int) -> int:
         return max(16, min(lanes, 1 << (longest // 8).bit_length())) if self.limits.fits else lanes
 
     def _word_lanes(self, nbytes: int) -> tuple[int, int]:
