@@ -49,6 +49,16 @@ LAUNCHES = {
 }
 
 
+@pytest.mark.parametrize("name", LAUNCHES)
+def test_a_launch_has_every_argument_of_its_kernel_and_its_constants_come_last(name):
+    launch = gpu_launch("cuda", 4, **LAUNCHES[name])
+    names = list(source_of(launch.kernel, 4, launch.constants)["signature"])
+    assert set(names[len(launch.arguments) :]) == set(launch.constants)
+    types = source_of(launch.kernel, 4, launch.constants)["signature"]
+    for argument, value in zip(names, launch.arguments, strict=False):
+        assert isinstance(types[argument], tuple) == isinstance(value, tuple), argument
+
+
 def compiled(launch, backend, arch, width):
     import triton
     from triton.backends.compiler import GPUTarget
@@ -104,7 +114,8 @@ def test_all_ranks_choose_the_same_kernel_for_one_operation(world):
     limits = gpu_limits("CUDA", comm_sms=3)
     arguments = (world, [1 << 40] * world, 0, 1 << 16, 1 << 16, 4096, 4096, limits)
     engines = [Launches(rank, *arguments) for rank in range(world)]
-    for n in [*range(8, 400_000, 9973), 1 << 20, 3 << 20]:
+    for n in [17, 33, 129, 257, *range(8, 400_000, 9973), 1 << 20, 3 << 20]:
+        one_shot_bytes = 0 if n % 2 else 1 << 14
         for fold in (
             lambda rank, n=n: Fold("all_reduce", "sum", "int8", (Part(rank, n, ref(rank)),), ref(rank), to_all=True),
             lambda rank, n=n: Fold(
@@ -112,10 +123,14 @@ def test_all_ranks_choose_the_same_kernel_for_one_operation(world):
                 *("sum", "int8", tuple(Part(p, n + p // 2 * 16, ref(rank)) for p in range(world)), ref(rank)),
             ),
         ):
-            made = [launches(rank, world, fold(rank), lambda ref: 1 << 30) for rank in range(world)]
+            made = [launches(r, world, fold(r), lambda ref: 1 << 30, one_shot_bytes) for r in range(world)]
             for phase in zip(*made, strict=True):
                 chosen = [engine.of(exchange, 1) for engine, exchange in zip(engines, phase, strict=True)]
                 assert len({(launch.kernel, launch.ctas) for launch in chosen}) == 1, (n, chosen)
+                for rank, launch in enumerate(chosen):
+                    sends = launch.arguments[1]
+                    if any(not sends[p] for p in range(world) if p != rank):
+                        assert not launch.kernel.endswith("_words")  # those send to every peer
                 if chosen[0].kernel in ("exchange", "reduce"):
                     names = list(source_of(chosen[0].kernel, world, {})["signature"])
                     rounds = names.index("rounds")
