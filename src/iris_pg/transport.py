@@ -44,7 +44,7 @@ from iris_pg.work import IrisWork
 
 _RING_BYTES = 4 << 20
 _CACHE_BYTES = 32 << 20  # of memory for encoded programs
-_PIECE_BYTES = 128 << 10  # pulled at a time to be reduced, so that it is still in the cache
+_PULLED_BYTES = 1 << 20  # pulled from all peers at a time to be reduced: about what a core's cache holds
 
 BARRIER: Key = ("barrier",)
 
@@ -65,13 +65,14 @@ class Transport:
         self.links, self.rank, self.world = links, links.rank, links.world
         self.chunk_bytes = options.chunk_bytes
         self.pair_bytes = max(256, 2 * options.chunk_bytes // max(self.world, 1) // 256 * 256)
+        self.piece_bytes = max(4096, _PULLED_BYTES // max(self.world, 1) // 256 * 256)
         self.engine, self.reason = engine_for(options.engine, "cpu")
         areas = dict(scratch=8 * (self.world + 1), mail=mail_bytes(self.chunk_bytes, self.world))
         if self.engine == "cu":
             areas |= area_bytes(self.world, self.chunk_bytes)
         else:
             areas |= dict(staging=SLOTS * self.chunk_bytes, pairs=SLOTS * self.world * self.pair_bytes)
-            areas |= dict(pulled=self.world * _PIECE_BYTES)
+            areas |= dict(pulled=self.world * self.piece_bytes)
         self.heap = SymmetricHeap(links, options.heap_bytes, areas)
         self.tensors = tensors or self.heap
         self._neighbours = None
@@ -241,7 +242,7 @@ class Transport:
             pair_bytes=self.pair_bytes,
             first_slot=slot,
             direct_bytes=self.direct_bytes,
-            piece_bytes=_PIECE_BYTES,
+            piece_bytes=self.piece_bytes,
         )
         bindings = {name: number for number, name in enumerate(names)}
         made = program(setting, local) if program else build(setting, flow(key, local))
