@@ -11,8 +11,8 @@ import torch
 from iris_pg.collectives.flow import Flow, Fold
 from iris_pg.device_page import DevicePage
 from iris_pg.errors import UnsupportedError
-from iris_pg.kernels.device import DEFAULT_COMM_SMS, DeviceKernels, one_shot_bytes, slot_bytes_for
-from iris_pg.kernels.launch import Exchange, area_bytes, reduction_types
+from iris_pg.kernels.device import DEFAULT_COMM_SMS, DeviceKernels, PreparedLaunches, one_shot_bytes, slot_bytes_for
+from iris_pg.kernels.launch import area_bytes, reduction_types
 from iris_pg.launches import launches
 from iris_pg.memory.heap import SymmetricHeap
 from iris_pg.platforms import cuda
@@ -27,18 +27,18 @@ class PreparedExchanges:
 
     Args:
         program: its name, without steps: kernels have flags of their own.
-        kernels, exchanges: what is launched.
+        launches: what is launched.
         word: address of the word that says how many operations are done.
     """
 
-    __slots__ = ("_exchanges", "_kernels", "_word", "program")
+    __slots__ = ("_launches", "_word", "program")
 
-    def __init__(self, program: Program, kernels: DeviceKernels, exchanges: list[Exchange], word: int) -> None:
-        self.program, self._kernels, self._exchanges, self._word = program, kernels, exchanges, word
+    def __init__(self, program: Program, launches: PreparedLaunches, word: int) -> None:
+        self.program, self._launches, self._word = program, launches, word
 
     def launch(self, stream: Any, number: int | None, after: Callable[[], Any] | None) -> None:
         """Put it on a stream, as :meth:`iris_pg.device_copies.Prepared.launch` does."""
-        self._kernels.launch(self._exchanges, int(stream))
+        self._launches.launch(int(stream))
         if after:
             after()
         if number is not None:
@@ -113,9 +113,9 @@ class DeviceExchanges:
 
             made = launches(self.rank, self.world, flow(key, local), address, one_shot_bytes(self.world))
             with cuda.outside_of_capture():
-                self.kernels.prepare(made)
+                ready = self.kernels.prepare(made)
             name = Program(self.rank, self.world, (), str(key[0]))
-            prepared = self._prepared[known] = PreparedExchanges(name, self.kernels, made, self._word)
+            prepared = self._prepared[known] = PreparedExchanges(name, ready, self._word)
             if len(self._prepared) > _PREPARED:
                 self._prepared.popitem(last=False)
         return prepared

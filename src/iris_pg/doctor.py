@@ -76,6 +76,7 @@ def machine() -> Iterable[tuple[str, str]]:
         yield "memory", f"{cpu.available_bytes() / (1 << 30):.1f} GiB left for shared memory"
     except Exception as error:
         yield "memory", f"cannot be told: {error}"
+    yield 'backend "iris"', _backend()
     set_here = sorted(name for name in os.environ if name.startswith("IRIS_PG_"))
     yield "variables", ", ".join(f"{name}={os.environ[name]}" for name in set_here) or "no IRIS_PG_* variable is set"
 
@@ -136,7 +137,7 @@ def _driver_facts(index: int) -> Iterable[str]:
 
 def engines(has_gpu: bool) -> Iterable[tuple[str, list[Need]]]:
     """Yield (engine and device, what it needs) for the devices of this machine."""
-    common = [_torch(), _backend()]
+    common = [_torch()]
     memory = _tried("shared memory (memfd)", _shared_memory, "run on Linux, and let the process create memfds")
     atomics = _tried("llvmlite, for loads and stores in order", _atomics, 'install it: pip install "llvmlite>=0.45"')
     triton = _package("triton", "triton", "pip install triton")
@@ -163,15 +164,10 @@ def _torch() -> Need:
     return Need("torch 2.11 or newer")
 
 
-def _backend() -> Need:
-    found = [e for e in importlib.metadata.entry_points(group="torch.backends") if e.name == "iris"]
-    if found:
-        return Need('backend "iris" known to torch')
-    return Need(
-        'backend "iris" known to torch',
-        "no installed package has the entry point, so torch does not find the backend by itself",
-        "install iris-pg (pip install -e . in its source), or import iris_pg before init_process_group",
-    )
+def _backend() -> str:
+    if any(entry.name == "iris" for entry in importlib.metadata.entry_points(group="torch.backends")):
+        return "torch finds it by itself"
+    return "torch does not find it, as iris-pg is not installed; import iris_pg before init_process_group"
 
 
 def _package(module: str, package: str, fix: str) -> Need:

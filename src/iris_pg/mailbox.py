@@ -233,6 +233,7 @@ class MailWork(IrisWork):
 
     def _await(self, completion: Completion, timeout_s: float) -> None:
         self._wait_for(self, timeout_s)
+        completion.wait(None)  # it may be ending in another thread, which is still copying to the user's output
 
     def finished(self, error: BaseException | None) -> None:
         """See :meth:`Completion.finished`; called without a lock, and runs the future's callbacks. Afterwards the work

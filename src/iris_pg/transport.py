@@ -43,8 +43,8 @@ from iris_pg.watch import Key, Watch, tag_of
 from iris_pg.work import IrisWork
 
 _RING_BYTES = 4 << 20
-_CACHE_BYTES = 32 << 20  # of encoded programs
-_PIECE_BYTES = 128 << 10  # pulled at a time to be reduced, so that it is still in the cache
+_CACHE_BYTES = 32 << 20  # of memory for encoded programs
+_PULLED_BYTES = 1 << 20  # pulled from all peers at a time to be reduced: about what a core's cache holds
 
 BARRIER: Key = ("barrier",)
 
@@ -65,13 +65,14 @@ class Transport:
         self.links, self.rank, self.world = links, links.rank, links.world
         self.chunk_bytes = options.chunk_bytes
         self.pair_bytes = max(256, 2 * options.chunk_bytes // max(self.world, 1) // 256 * 256)
+        self.piece_bytes = max(4096, _PULLED_BYTES // max(self.world, 1) // 256 * 256)
         self.engine, self.reason = engine_for(options.engine, "cpu")
         areas = dict(scratch=8 * (self.world + 1), mail=mail_bytes(self.chunk_bytes, self.world))
         if self.engine == "cu":
             areas |= area_bytes(self.world, self.chunk_bytes)
         else:
             areas |= dict(staging=SLOTS * self.chunk_bytes, pairs=SLOTS * self.world * self.pair_bytes)
-            areas |= dict(pulled=self.world * _PIECE_BYTES)
+            areas |= dict(pulled=self.world * self.piece_bytes)
         self.heap = SymmetricHeap(links, options.heap_bytes, areas)
         self.tensors = tensors or self.heap
         self._neighbours = None
@@ -108,8 +109,9 @@ class Transport:
         else:
             hostile = None if options.hostile_seed is None else random.Random(f"{options.hostile_seed}/{self.rank}")
             patience = Patience(timeout_s, self.world, watch.check, watch.describe)
-            ring, read = Ring(_RING_BYTES, f"{links.group}/{self.rank}"), self._read if self._neighbours else None
-            self.queue = Queue(ring, patience, hostile, on_fault=watch.give_up, read=read)
+            ring, neighbours = Ring(_RING_BYTES, f"{links.group}/{self.rank}"), self._neighbours
+            reading: dict[str, Any] = dict(read=self._read, pids=neighbours.pids) if neighbours else {}
+            self.queue = Queue(ring, patience, hostile, on_fault=watch.give_up, **reading)
             self._thread = EngineThread([self.queue], keep_looking=False, name=name)
 
     # Operations -------------------------------------------------------------------------------------------------------
@@ -240,17 +242,17 @@ class Transport:
             pair_bytes=self.pair_bytes,
             first_slot=slot,
             direct_bytes=self.direct_bytes,
-            piece_bytes=_PIECE_BYTES,
+            piece_bytes=self.piece_bytes,
         )
         bindings = {name: number for number, name in enumerate(names)}
         made = program(setting, local) if program else build(setting, flow(key, local))
         assert self.queue
         batches = encode(made, self._address, bindings, self.queue.ring.largest_batch)
         self._programs[key, local, slot] = batches
-        self._programs_bytes += sum(len(b.packets) for b in batches)
+        self._programs_bytes += sum(b.memory_bytes for b in batches)
         while self._programs_bytes > _CACHE_BYTES and len(self._programs) > 1:
             _, old = self._programs.popitem(last=False)
-            self._programs_bytes -= sum(len(b.packets) for b in old)
+            self._programs_bytes -= sum(b.memory_bytes for b in old)
         return batches
 
     def _address(self, ref: Ref) -> int:
@@ -295,9 +297,10 @@ class Transport:
         )
         if not self._is_fork:
             # Whoever waits at a poll sees the failure and leaves, also the lock. What it protects may go then.
-            if self.queue and self._thread:
-                self.queue.close(failure)
-                self._thread.close()
+            queue, thread = self.queue, self._thread  # another thread may close the group at the same time
+            if queue and thread:
+                queue.close(failure)
+                thread.close()
             if self._kernels:
                 self._kernels.fail(failure)
                 self._kernels.close()

@@ -4,6 +4,7 @@ serves every number of ranks.
 
 import os
 import time
+from dataclasses import replace
 
 import pytest
 import torch
@@ -210,6 +211,20 @@ def test_all_gather(ranks, in_heap, offset):
         ranks.run(flows, [{"in": inputs[r], "out": outputs[r]} for r in range(world)])
         for r, output in enumerate(outputs):
             assert torch.equal(output, expected), f"rank {r}, {n} bytes"
+
+
+def test_all_gather_in_place(ranks):
+    world = ranks.world
+    for iteration, n in enumerate([48, 100_000, (3 << 20) // world // 16 * 16]):
+        ranks.segments[:, ranks.heap : ranks.heap + world * n].fill_(0xEE)
+        outputs = [ranks.segments[r, ranks.heap : ranks.heap + world * n] for r in range(world)]
+        inputs = [data(r, n, iteration) for r in range(world)]
+        for r in range(world):
+            outputs[r][r * n : (r + 1) * n].copy_(inputs[r])
+        flows = [replace(all_gather(r, world, n, in_heap=True), own=None) for r in range(world)]
+        ranks.run(flows, [{"in": outputs[r][r * n : (r + 1) * n]} for r in range(world)])
+        for r, output in enumerate(outputs):
+            assert torch.equal(output, torch.cat(inputs)), f"rank {r}, {n} bytes"
 
 
 def test_all_to_all_of_any_sizes(ranks):

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from iris_pg import arguments
 from iris_pg.context import iris
 from iris_pg.copy_engine import decoder, packets
 from iris_pg.copy_engine.one_sided import Encoder
@@ -265,8 +266,11 @@ def test_a_wrong_put_is_an_argument_error_and_moves_nothing(ctx):
     assert all(queue.ring.committed() == 0 for queue in ctx._channels._queues.values())
 
 
-def test_a_put_to_a_cuda_tensor_is_unsupported(ctx):
-    with pytest.raises(UnsupportedError, match="CPU tensors only"):
+def test_a_put_of_a_tensor_elsewhere_is_unsupported(ctx, monkeypatch):
+    with pytest.raises(UnsupportedError, match="from_tensor is on meta"):
+        ctx.put(torch.empty(3, device="meta"), 0)
+    monkeypatch.setattr(arguments, "check_tensor", lambda *_: None)  # as it is for a tensor on a GPU
+    with pytest.raises(UnsupportedError, match="heap is of CPU memory"):
         ctx.put(torch.empty(3, device="meta"), 0)
 
 

@@ -10,11 +10,14 @@ import re
 import pytest
 import torch
 
+from iris_pg.collectives.flow import Fold, Part
 from iris_pg.copy_engine.reduction import reduce_bytes
 from iris_pg.errors import DeadlineError, UnsupportedError
 from iris_pg.kernels.device import gpu_limits, source_of
 from iris_pg.kernels.engine import Exchange, KernelEngine, Message, area_bytes, reduction_types
 from iris_pg.kernels.launch import Launches
+from iris_pg.launches import launches
+from iris_pg.program import Ref
 
 SLOT = 256
 
@@ -44,6 +47,16 @@ LAUNCHES = {
     "reduce": dict(nbytes=8 << 20, symmetric=True, reduction=("avg", "bfloat16")),
     "reduce with credits": dict(nbytes=4096, symmetric=False, reduction=("sum", "int64")),
 }
+
+
+@pytest.mark.parametrize("name", LAUNCHES)
+def test_a_launch_has_every_argument_of_its_kernel_and_its_constants_come_last(name):
+    launch = gpu_launch("cuda", 4, **LAUNCHES[name])
+    names = list(source_of(launch.kernel, 4, launch.constants)["signature"])
+    assert set(names[len(launch.arguments) :]) == set(launch.constants)
+    types = source_of(launch.kernel, 4, launch.constants)["signature"]
+    for argument, value in zip(names, launch.arguments, strict=False):
+        assert isinstance(types[argument], tuple) == isinstance(value, tuple), argument
 
 
 def compiled(launch, backend, arch, width):
@@ -93,6 +106,39 @@ def test_aligned_memory_is_accessed_16_bytes_at_a_time(name):
         assert accesses and all(int(count) * int(bits) == 128 for count, bits in accesses), accesses
     odd = compiled(gpu_launch("cuda", 2, **LAUNCHES[name], address=(1 << 30) + 8), "cuda", 90, 32)["ptx"]
     assert odd != ptx  # what is not a multiple of 16 must not be
+
+
+@pytest.mark.parametrize("world", [2, 3, 8])
+def test_all_ranks_choose_the_same_kernel_for_one_operation(world):
+    """Of uneven parts too: a rank sees every size, but another one as its own."""
+    limits = gpu_limits("CUDA", comm_sms=3)
+    arguments = (world, [1 << 40] * world, 0, 1 << 16, 1 << 16, 4096, 4096, limits)
+    engines = [Launches(rank, *arguments) for rank in range(world)]
+    for n in [17, 33, 129, 257, *range(8, 400_000, 9973), 1 << 20, 3 << 20]:
+        one_shot_bytes = 0 if n % 2 else 1 << 14
+        for fold in (
+            lambda rank, n=n: Fold("all_reduce", "sum", "int8", (Part(rank, n, ref(rank)),), ref(rank), to_all=True),
+            lambda rank, n=n: Fold(
+                "reduce_scatter",
+                *("sum", "int8", tuple(Part(p, n + p // 2 * 16, ref(rank)) for p in range(world)), ref(rank)),
+            ),
+        ):
+            made = [launches(r, world, fold(r), lambda ref: 1 << 30, one_shot_bytes) for r in range(world)]
+            for phase in zip(*made, strict=True):
+                chosen = [engine.of(exchange, 1) for engine, exchange in zip(engines, phase, strict=True)]
+                assert len({(launch.kernel, launch.ctas) for launch in chosen}) == 1, (n, chosen)
+                for rank, launch in enumerate(chosen):
+                    sends = launch.arguments[1]
+                    if any(not sends[p] for p in range(world) if p != rank):
+                        assert not launch.kernel.endswith("_words")  # those send to every peer
+                if chosen[0].kernel in ("exchange", "reduce"):
+                    names = list(source_of(chosen[0].kernel, world, {})["signature"])
+                    rounds = names.index("rounds")
+                    assert len({(x.arguments[rounds], x.arguments[names.index("own_share")]) for x in chosen}) == 1
+
+
+def ref(rank):
+    return Ref(rank, "in", 0)
 
 
 def test_a_launch_is_the_same_kernel_for_every_message_of_its_kind():

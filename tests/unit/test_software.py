@@ -3,6 +3,7 @@ time.
 """
 
 import ctypes
+import os
 import random
 import threading
 import time
@@ -155,6 +156,14 @@ def test_pull(run):
     assert reads == [(3, 100)]
     assert target.bytes[5:105].tobytes() == source.bytes[7:107].tobytes()
     assert not target.bytes[:5].any() and not target.bytes[105:].any()
+    target.bytes[:] = 0  # and again, by a native call if it was seen often
+    for _ in range(3):
+        run(asked.request(), packets.nop(1), queue=(native := new_queue(read=read, pids=[0, 0, 0, os.getpid()])))
+    assert native.fault is None
+    assert target.bytes[5:105].tobytes() == source.bytes[7:107].tobytes()
+    offer.set_word(4096, width=8)  # nothing lies there, so the native call hands it back
+    with pytest.raises(ZeroDivisionError):
+        run(asked.request(), queue=new_queue(read=lambda *_: 1 // 0, pids=[0, 0, 0, os.getpid()]))
     with pytest.raises(PacketError, match="reads no other process"):
         run(asked.request(), queue=new_queue())
 

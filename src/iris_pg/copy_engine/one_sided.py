@@ -13,7 +13,7 @@ import torch
 from iris_pg import arguments
 from iris_pg.copy_engine import packets
 from iris_pg.copy_engine.tile import Tile
-from iris_pg.errors import ArgumentError, where
+from iris_pg.errors import ArgumentError, UnsupportedError, where
 from iris_pg.memory.heap import SymmetricHeap, address_of
 
 _U32 = (1 << 32) - 1
@@ -116,6 +116,8 @@ class Encoder:
     def _in_heap(self, op: str, name: str, tensor: Tensor) -> tuple[int, int]:
         """Return the address and the number of bytes of a tensor that may be put."""
         arguments.check_tensor(op, name, tensor)
+        if tensor.device.type != "cpu":
+            raise UnsupportedError(f"{op}: {name} is on {tensor.device}; a context's heap is of CPU memory")
         if not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
             raise self._wrong(
                 f"{op}: {name} of size {tuple(tensor.size())} and stride {tensor.stride()} is not contiguous, or is a "

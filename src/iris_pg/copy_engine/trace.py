@@ -9,10 +9,11 @@ wait that is not over soon.
 from __future__ import annotations
 
 from array import array
+from collections.abc import Sequence
 
 from iris_pg.copy_engine import decoder as d
 from iris_pg.copy_engine.trap import PULL, REDUCE, Pull, Reduction, requested
-from iris_pg.platforms.atomics import AWAIT, COPY, OTHER, STORE, STORE64
+from iris_pg.platforms.atomics import AWAIT, COPY, OTHER, READ, STORE, STORE64, WITH
 
 LONGEST = 4096  # bytes of a run
 _KEPT = 1024  # runs, then all are forgotten
@@ -23,13 +24,13 @@ class Trace:
     """A decoded run of packets.
 
     Attributes:
-        packets: the packets, without NOPs.
+        packets: the packets, without NOPs; a Pull twice, as its native form has two parts.
         starts: where each begins, in bytes from the start of the run.
-        operations: address of the native form, four 64-bit words a packet.
+        operations: address of the native form, four 64-bit words for each of them.
         nbytes: length of the run.
     """
 
-    def __init__(self, words: bytes) -> None:
+    def __init__(self, words: bytes, pids: Sequence[int]) -> None:
         self.packets: list[d.Packet | Reduction | Pull] = []
         self.starts: list[int] = []
         self.nbytes = len(words)
@@ -43,14 +44,16 @@ class Trace:
             if type(packet) is d.Nop:
                 nop = at
             else:
-                self.packets.append(packet)
-                self.starts.append(at)
-                self._words.extend(_native(packet))
+                parts = _native(packet, pids)
+                self._words.extend(parts)
+                for _ in range(0, len(parts), 4):
+                    self.packets.append(packet)
+                    self.starts.append(at)
             at += decoded.size_bytes
         self.operations = self._words.buffer_info()[0]
 
 
-def _native(packet: d.Packet | Reduction | Pull) -> tuple[int, int, int, int]:
+def _native(packet: d.Packet | Reduction | Pull, pids: Sequence[int]) -> tuple[int, ...]:
     match packet:
         case d.CopyLinear(dst, src, nbytes):
             return COPY, dst, src, nbytes
@@ -60,13 +63,20 @@ def _native(packet: d.Packet | Reduction | Pull) -> tuple[int, int, int, int]:
             return AWAIT, address, reference, 0
         case d.Atomic(address=address, op=d.Operation.SWAP, operand=operand, width_bytes=8):
             return STORE64, address, operand, 0
+        case Pull(rank, dst, offer, offset, nbytes) if rank < len(pids):
+            return READ, dst, offer, nbytes, WITH, pids[rank], offset, 0
     return OTHER, 0, 0, 0
 
 
 class Traces:
-    """The runs seen by one queue."""
+    """The runs seen by one queue.
 
-    def __init__(self) -> None:
+    Args:
+        pids: of the processes whose memory a native operation may read, by rank.
+    """
+
+    def __init__(self, pids: Sequence[int] = ()) -> None:
+        self._pids = pids
         self._known: dict[bytes, Trace | None] = {}
 
     def find(self, words: bytes) -> Trace | None:
@@ -82,5 +92,5 @@ class Traces:
                     self._known.clear()
                 self._known[words] = None
                 return None
-            trace = self._known[words] = Trace(words)
+            trace = self._known[words] = Trace(words, self._pids)
         return trace

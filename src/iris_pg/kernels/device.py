@@ -36,9 +36,9 @@ def one_shot_bytes(world: int) -> int:
 
 def slot_bytes_for(world: int) -> int:
     """Return the size of a landing slot: a CTA writes one for each peer in a round, and a round costs a microsecond or
-    two. All slots of a CTA take 8 MiB.
+    two. All slots of a CTA take 4 MiB.
     """
-    return max((1 << 20) // world // 16 * 16, 1 << 16)
+    return max((1 << 19) // world // 16 * 16, 1 << 16)
 
 
 def gpu_limits(platform: str, comm_sms: int) -> Limits:
@@ -48,9 +48,12 @@ def gpu_limits(platform: str, comm_sms: int) -> Limits:
         least_bytes=8192,
         words_bytes=comm_sms * 16384,
         push_bytes=1 << 21,
+        push_ctas=min(comm_sms, 16),
         lanes=4096,
+        reduce_lanes=8192,
         fits=False,
         warps=16,
+        chunks=8,
         polls=256,
         platform=platform,
     )
@@ -84,6 +87,8 @@ class DeviceKernels:
     ) -> None:
         self.device = torch.device("cuda", torch.cuda.current_device()) if device is None else device
         most = torch.cuda.get_device_properties(self.device).multi_processor_count
+        if slot_bytes <= 0 or slot_bytes % 16:
+            raise ArgumentError(f"slot_bytes={slot_bytes}; it takes a positive multiple of 16")
         if not 1 <= comm_sms <= most:
             raise ArgumentError(
                 f"comm_sms={comm_sms}; it takes 1..{most}, as {self.device} has {most} multiprocessors, and a CTA that "
@@ -101,11 +106,17 @@ class DeviceKernels:
             *(self._counters.data_ptr(), self._words.data_ptr(), limits),
         )
 
-    def prepare(self, exchanges: Sequence[Exchange]) -> None:
-        """Compile and load what launching ``exchanges`` takes."""
+    def prepare(self, exchanges: Sequence[Exchange]) -> PreparedLaunches:
+        """Return ``exchanges`` compiled, loaded and ready to be launched any number of times; the deadline of their
+        waits is that of now.
+
+        Raises:
+            UnsupportedError: a reduction that the kernels do not have.
+        """
+        limit_ns = int(self.timeout_s * 1e9)
+        launches = [self._launches.of(exchange, limit_ns) for exchange in exchanges]
         with torch.cuda.device(self.device):
-            for exchange in exchanges:
-                self._compiled(self._launches.of(exchange, 0))
+            return PreparedLaunches(self.device, [(self._compiled(launch), launch) for launch in launches])
 
     def launch(self, exchanges: Sequence[Exchange], stream: torch.cuda.Stream | int) -> None:
         """Launch ``exchanges`` on ``stream`` (or its handle), one after another, and return. Their memory may be used
@@ -114,15 +125,7 @@ class DeviceKernels:
         Raises:
             UnsupportedError: a reduction that the kernels do not have.
         """
-        handle = stream if isinstance(stream, int) else stream.cuda_stream
-        limit_ns = int(self.timeout_s * 1e9)
-        if torch.cuda.current_device() != self.device.index:
-            with torch.cuda.device(self.device):
-                return self.launch(exchanges, handle)
-        for exchange in exchanges:
-            launch = self._launches.of(exchange, limit_ns)
-            compiled = self._compiled(launch)
-            compiled[launch.ctas, 1, 1](*launch.arguments, *launch.constants.values(), stream=handle)
+        self.prepare(exchanges).launch(stream)
 
     @property
     def late(self) -> int | None:
@@ -155,6 +158,26 @@ class DeviceKernels:
 
     def _compiled(self, launch: Launch) -> Any:
         return _compile(self.device, launch.kernel, len(self._launches.bases), launch.warps, *launch.constants.items())
+
+
+class PreparedLaunches:
+    """Launches of one rank that take no more Python than a call each; see :meth:`DeviceKernels.prepare`."""
+
+    __slots__ = ("_calls", "_device")
+
+    def __init__(self, device: torch.device, launches: Sequence[tuple[Any, Launch]]) -> None:
+        self._device = device
+        # A kernel's constants have places among its arguments, though nothing is passed for them.
+        self._calls = [(kernel[n.ctas, 1, 1], (*n.arguments, *n.constants.values())) for kernel, n in launches]
+
+    def launch(self, stream: torch.cuda.Stream | int) -> None:
+        """Launch them on ``stream`` (or its handle), one after another, and return."""
+        handle = stream if isinstance(stream, int) else stream.cuda_stream
+        if torch.cuda.current_device() != self._device.index:
+            with torch.cuda.device(self._device):
+                return self.launch(handle)
+        for call, arguments in self._calls:
+            call(*arguments, stream=handle)
 
 
 @functools.cache

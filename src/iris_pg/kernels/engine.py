@@ -28,9 +28,12 @@ _LIMITS = Limits(
     least_bytes=16,
     words_bytes=1 << 12,
     push_bytes=0,
+    push_ctas=1,
     lanes=16384,
+    reduce_lanes=16384,
     fits=True,
     warps=1,
+    chunks=1,
     polls=1,
     platform="INTERPRETED",
 )

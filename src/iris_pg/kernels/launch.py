@@ -61,9 +61,12 @@ class Limits:
         least_bytes: of a message for one CTA, before another one helps.
         words_bytes: largest message that goes in words with their flags.
         push_bytes: largest message to all that goes through slots though the output is in the heap.
+        push_ctas: most CTAs of a launch that writes into outputs in the heap: a link is full with fewer.
         lanes: of a copy, 8 bytes each; the most.
+        reduce_lanes: of a block of all operands, 8 bytes each; the most.
         fits: fewer lanes for less than that; where launches are compiled, each number of lanes is a compilation.
         warps: of a CTA.
+        chunks: into how many a CTA cuts its share of a message, so that one can be copied out while another comes.
         polls: of a flag between two looks at the clock.
         platform: name of the constant of the kernels that says what they run on.
     """
@@ -72,9 +75,12 @@ class Limits:
     least_bytes: int
     words_bytes: int
     push_bytes: int
+    push_ctas: int
     lanes: int
+    reduce_lanes: int
     fits: bool
     warps: int
+    chunks: int
     polls: int
     platform: str
 
@@ -127,6 +133,47 @@ def reduction_types(op: str, dtype: str) -> tuple[Any, Any, Any, int]:
     return element, accumulator, getattr(k, op.upper()).value, element.primitive_bitwidth // 8
 
 
+class _Sides(NamedTuple):
+    """An exchange by peer: addresses and sizes [world], and what all of them have in common.
+
+    Args:
+        longest: bytes of the longest message or own part.
+        low: all bits of all addresses but places.
+        to_all: the same bytes go to every peer, and are the own part, if there is one.
+        is_even: there is a message to and from every peer, and all, and the own part if there is one, are as long.
+    """
+
+    sends: tuple[int, ...]
+    send_bytes: tuple[int, ...]
+    places: tuple[int, ...]
+    receives: tuple[int, ...]
+    receive_bytes: tuple[int, ...]
+    longest: int
+    low: int
+    to_all: bool
+    is_even: bool
+
+
+def _sides(exchange: Exchange, world: int) -> _Sides:
+    sends, send_bytes, places = [0] * world, [0] * world, [0] * world
+    receives, receive_bytes = [0] * world, [0] * world
+    own_source, own_target, own_bytes = exchange.own
+    low, longest, shortest = own_source | own_target, own_bytes, own_bytes or 1 << 62
+    for m in exchange.sends:
+        sends[m.peer], send_bytes[m.peer], places[m.peer] = m.address, m.nbytes, m.place
+        low, longest, shortest = low | m.address, max(longest, m.nbytes), min(shortest, m.nbytes)
+    for m in exchange.receives:
+        receives[m.peer], receive_bytes[m.peer] = m.address, m.nbytes
+        low, longest, shortest = low | m.address, max(longest, m.nbytes), min(shortest, m.nbytes)
+    sent = {(m.address, m.nbytes) for m in exchange.sends}
+    if own_bytes:
+        sent.add((own_source, own_bytes))
+    to_all = len(sent) == 1 and len(exchange.sends) == world - 1 > 0
+    sizes = (tuple(sends), tuple(send_bytes), tuple(places), tuple(receives), tuple(receive_bytes))
+    is_complete = len(exchange.sends) == len(exchange.receives) == world - 1
+    return _Sides(*sizes, longest, low, to_all, is_complete and shortest >= longest)
+
+
 class Launches:
     """Turns exchanges of one rank into launches.
 
@@ -158,111 +205,99 @@ class Launches:
         platform = getattr(kernels(interpreted=True), limits.platform).value
         self._common = dict(world=world, POLLS=limits.polls, PLATFORM=platform)
         source = kernels(interpreted=True)
-        self._chunk, self._chunks = source.CHUNK.value, source.CHUNKS.value
+        self._chunk = source.CHUNK.value
         self._lanes = max(2, 1 << (world - 1).bit_length())
         self._words_bytes = min(limits.words_bytes, limits.ctas * WORD_LANES * 4)
 
     def of(self, exchange: Exchange, limit_ns: int) -> Launch:
         """Return the launch of an exchange, whose waits end after ``limit_ns``.
 
+        All ranks of an exchange get the same kernel, and the two ranks of a message cut it alike: what decides is what
+        both of them know.
+
         Raises:
             UnsupportedError: a reduction that the kernels do not have.
         """
-        world, limits, reduction = self.world, self.limits, exchange.reduction
-        sends, send_bytes, places = [0] * world, [0] * world, [0] * world
-        receives, receive_bytes = [0] * world, [0] * world
-        own_source, own_target, own_bytes = own = exchange.own
-        low = own_source | own_target
-        for m in exchange.sends:
-            sends[m.peer], send_bytes[m.peer], places[m.peer] = m.address, m.nbytes, m.place
-            low |= m.address
-        for m in exchange.receives:
-            receives[m.peer], receive_bytes[m.peer] = m.address, m.nbytes
-            low |= m.address
-        longest = max(own_bytes, *send_bytes, *receive_bytes)
-        symmetric = exchange.symmetric
-        first = exchange.sends[0] if exchange.sends else None
-        to_all = (
-            first is not None
-            and len(exchange.sends) == world - 1
-            and all(m.address == first.address and m.nbytes == first.nbytes for m in exchange.sends)
-        )
-        if to_all and first and own_bytes:
-            to_all = own_source == first.address and own_bytes == first.nbytes
-        tail: tuple[int, ...] = (self.counters, self.words, self.rank, limits.ctas)
-        constants: dict[str, Any] = dict(self._common)
+        sides = _sides(exchange, self.world)
+        how: dict[str, Any] = dict(self._common)
         size = 1
-        if reduction is not None:
-            element, accumulator, op, size = reduction_types(*reduction)
-            constants |= dict(ELEMENT=element, ACCUMULATOR=accumulator, OP=op)
+        if exchange.reduction is not None:
+            element, accumulator, op, size = reduction_types(*exchange.reduction)
+            how |= dict(ELEMENT=element, ACCUMULATOR=accumulator, OP=op)
+        if exchange.symmetric and self.world > 1 and sides.is_even and 0 < sides.longest <= self._words_bytes:
+            return self._in_words(exchange, sides, how, size, limit_ns)
+        is_small = exchange.symmetric and sides.longest <= self.limits.push_bytes
+        if exchange.zero_copy and exchange.reduction is None and not is_small:
+            return self._push(exchange, sides, how, limit_ns)
+        return self._in_slots(exchange, sides, how, size, limit_ns)
 
-        in_words = symmetric and world > 1 and 0 < longest <= self._words_bytes
-        if in_words and all(n == longest for p, n in enumerate(send_bytes) if p != self.rank):
-            low |= longest
-            lanes, warps = self._word_lanes(longest)
-            constants |= dict(BLOCK=lanes, WORD=max(_word(low), size), TO_ALL=to_all)
-            slots = (self.word_slots, 8 * WORD_LANES)
-            ctas = -(-longest // (4 * lanes))
-            if reduction is not None:
-                arguments: tuple[Any, ...] = (
-                    self.bases,
-                    tuple(sends),
-                    longest,
-                    own_source,
-                    own_target,
-                    *slots,
-                    *tail,
-                    limit_ns,
-                )
-                return Launch("reduce_words", ctas, arguments, constants, warps)
-            arguments = (self.bases, tuple(sends), tuple(receives), longest, *own, *slots, *tail, limit_ns)
-            return Launch("exchange_words", ctas, arguments, constants, warps)
+    def _in_words(self, exchange: Exchange, sides: _Sides, how: dict[str, Any], size: int, limit_ns: int) -> Launch:
+        nbytes = sides.longest
+        lanes, warps = self._word_lanes(nbytes)
+        how |= dict(BLOCK=lanes, WORD=max(_word(sides.low | nbytes), size), TO_ALL=sides.to_all)
+        slots = (self.word_slots, 8 * WORD_LANES)
+        tail = (*slots, self.counters, self.words, self.rank, self.limits.ctas, limit_ns)
+        ctas = -(-nbytes // (4 * lanes))
+        if exchange.reduction is not None:
+            source, target, _ = exchange.own
+            return Launch("reduce_words", ctas, (self.bases, sides.sends, nbytes, source, target, *tail), how, warps)
+        arguments = (self.bases, sides.sends, sides.receives, nbytes, *exchange.own, *tail)
+        return Launch("exchange_words", ctas, arguments, how, warps)
 
-        pushes = (
-            exchange.zero_copy and reduction is None and not (symmetric and to_all and longest <= limits.push_bytes)
+    def _push(self, exchange: Exchange, sides: _Sides, how: dict[str, Any], limit_ns: int) -> Launch:
+        limits = self.limits
+        low = functools.reduce(int.__or__, sides.places, sides.low)
+        how |= dict(LANES=self._lanes, BLOCK=self._block(sides.longest, limits.lanes), WORD=_word(low))
+        how["TO_ALL"] = sides.to_all
+        ctas, own_share, shares, shares_in = self._shares(exchange, sides, limits.push_ctas)
+        arguments = (
+            *(self.bases, sides.sends, sides.send_bytes, shares, sides.places, sides.receive_bytes, shares_in),
+            *(*exchange.own, own_share, self.flags, self.counters, self.words, self.rank, limit_ns),
         )
-        if pushes:
-            for place in places:
-                low |= place
-        credits = not symmetric
-        constants |= dict(LANES=self._lanes, BLOCK=self._block(longest), WORD=max(_word(low), size))
-        # All ranks know the longest message of a symmetric exchange, and else the two ranks of a message know that one.
-        sizes = (own_bytes, *send_bytes, *receive_bytes)
-        if symmetric:
-            shares = [self._share(longest)] * len(sizes)
-        else:
-            shares = [self._share(n) for n in sizes]
-        ctas = max(1, *(-(-n // share) for n, share in zip(sizes, shares, strict=True)))
-        own_share, send_shares, receive_shares = shares[0], tuple(shares[1 : world + 1]), tuple(shares[world + 1 :])
-        own_part = (*own, own_share)
-        messages = (self.bases, tuple(sends), tuple(send_bytes), send_shares)
-        if pushes:
-            constants["TO_ALL"] = to_all
-            tail = (self.flags, self.counters, self.words, self.rank, limit_ns)
-            arguments = (*messages, tuple(places), tuple(receive_bytes), receive_shares, *own_part, *tail)
-            return Launch("push", ctas, arguments, constants, limits.warps)
-        constants["CREDITS"] = credits
-        slots = (self.credit_slots if credits else self.round_slots, self.slot_bytes)
-        tail = (self._rounds(longest), self.flags, *slots, *tail, limit_ns)
-        if reduction is not None:
-            return Launch("reduce", ctas, (*messages, *own_part, *tail), constants, limits.warps)
-        constants["TO_ALL"] = to_all and own_bytes > 0
-        arguments = (*messages, tuple(receives), tuple(receive_bytes), receive_shares, *own_part, *tail)
-        return Launch("exchange", ctas, arguments, constants, limits.warps)
+        return Launch("push", ctas, arguments, how, limits.warps)
 
-    def _share(self, nbytes: int) -> int:
-        """Return how many bytes of a message a CTA moves, a multiple of 16."""
-        ctas, least = self.limits.ctas, self.limits.least_bytes
-        return max((nbytes + ctas * 16 - 1) // (ctas * 16) * 16, least)
+    def _in_slots(self, exchange: Exchange, sides: _Sides, how: dict[str, Any], size: int, limit_ns: int) -> Launch:
+        limits, reduces = self.limits, exchange.reduction is not None
+        lanes = limits.reduce_lanes if reduces else limits.lanes
+        how |= dict(LANES=self._lanes, BLOCK=self._block(sides.longest, lanes), WORD=max(_word(sides.low), size))
+        how |= dict(CREDITS=not exchange.symmetric, CHUNKS=limits.chunks)
+        ctas, own_share, shares, shares_in = self._shares(exchange, sides, limits.ctas)
+        slots = self.round_slots if exchange.symmetric else self.credit_slots
+        tail = (
+            *(*exchange.own, own_share, self._rounds(sides.longest), self.flags, slots, self.slot_bytes),
+            *(self.counters, self.words, self.rank, limits.ctas, limit_ns),
+        )
+        head = (self.bases, sides.sends, sides.send_bytes, shares)
+        if reduces:
+            return Launch("reduce", ctas, (*head, *tail), how, limits.warps)
+        how["TO_ALL"] = sides.to_all and exchange.own[2] > 0
+        arguments = (*head, sides.receives, sides.receive_bytes, shares_in, *tail)
+        return Launch("exchange", ctas, arguments, how, limits.warps)
+
+    def _shares(
+        self, exchange: Exchange, sides: _Sides, most: int
+    ) -> tuple[int, int, tuple[int, ...], tuple[int, ...]]:
+        """Return how many of ``most`` CTAs have a share, and the shares of the own part, of sends, of receives."""
+        sizes = (exchange.own[2], *sides.send_bytes, *sides.receive_bytes)
+        if exchange.symmetric:  # then all ranks know the longest message; else a message's ranks know that one
+            shares = [self._share(sides.longest, most)] * len(sizes)
+        else:
+            shares = [self._share(n, most) for n in sizes]
+        ctas = max(1, *(-(-n // share) for n, share in zip(sizes, shares, strict=True)))
+        return ctas, shares[0], tuple(shares[1 : self.world + 1]), tuple(shares[self.world + 1 :])
+
+    def _share(self, nbytes: int, ctas: int) -> int:
+        """Return how many bytes of a message each of at most ``ctas`` CTAs moves, a multiple of 16."""
+        return max((nbytes + ctas * 16 - 1) // (ctas * 16) * 16, self.limits.least_bytes)
 
     def _rounds(self, nbytes: int) -> int:
         """Return into how many chunks a CTA cuts its share of a message; a longer message has no fewer."""
-        share = self._share(nbytes)
-        cut = min(max((share + self._chunks * 16 - 1) // (self._chunks * 16) * 16, self._chunk), self.slot_bytes)
+        share = self._share(nbytes, self.limits.ctas)
+        chunks = self.limits.chunks
+        cut = min(max((share + chunks * 16 - 1) // (chunks * 16) * 16, self._chunk), self.slot_bytes)
         return -(-min(share, nbytes) // cut)
 
-    def _block(self, longest: int) -> int:
-        lanes = self.limits.lanes
+    def _block(self, longest: int, lanes: int) -> int:
         return max(16, min(lanes, 1 << (longest // 8).bit_length())) if self.limits.fits else lanes
 
     def _word_lanes(self, nbytes: int) -> tuple[int, int]:

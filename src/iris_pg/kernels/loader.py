@@ -17,10 +17,17 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+_loading = threading.Lock()
 
-@functools.cache
+
 def kernels(interpreted: bool) -> ModuleType:
     """Return :mod:`iris_pg.kernels.source`, loaded to run in the interpreter or to be compiled."""
+    with _loading:
+        return _load(interpreted)
+
+
+@functools.cache
+def _load(interpreted: bool) -> ModuleType:
     import triton
 
     if interpreted:
@@ -36,7 +43,21 @@ def kernels(interpreted: bool) -> ModuleType:
         triton.knobs.runtime.interpret = interpreted
         sys.modules[name] = module  # where its own imports look for it
         spec.loader.exec_module(module)
+    if interpreted:
+        _rewrite(name)
     return module
+
+
+def _rewrite(package: str) -> None:
+    """Let the interpreter rewrite every kernel now, and not at its first launch on some thread: Python 3.11 counts the
+    depth of a syntax tree that is being built for all threads together, and two at a time can end in a SystemError.
+    """
+    from triton.runtime.interpreter import InterpretedFunction
+
+    for module in [module for name, module in sys.modules.items() if name.startswith(package)]:
+        for function in list(vars(module).values()):
+            if isinstance(function, InterpretedFunction):
+                function.rewrite()
 
 
 def _mend_interpreter() -> None:

@@ -31,11 +31,12 @@ class Neighbours:
     Attributes:
         is_readable: whether every rank can read every other.
         reason: why, in words.
+        pids: the processes, by rank.
     """
 
     def __init__(self, links: Links) -> None:
         self._links = links
-        self._pids = [os.getpid() if rank == links.rank else links.pid(rank) for rank in range(links.world)]
+        self.pids = [os.getpid() if rank == links.rank else links.pid(rank) for rank in range(links.world)]
         self._read = atomics().read_process
         token = secrets.token_bytes(_TOKEN_BYTES)
         mine = ctypes.create_string_buffer(token, _TOKEN_BYTES)
@@ -58,7 +59,7 @@ class Neighbours:
         problem = None
         for rank, card in enumerate(cards):
             seen = ctypes.create_string_buffer(_TOKEN_BYTES)
-            address, pid = int(str(card["address"])), self._pids[rank]
+            address, pid = int(str(card["address"])), self.pids[rank]
             got = self._read(pid, ctypes.addressof(seen), address, _TOKEN_BYTES)
             if got != _TOKEN_BYTES:
                 why = os.strerror(cpu.read_error(pid, address))
@@ -74,7 +75,7 @@ class Neighbours:
         Raises:
             UnsupportedError: that memory cannot be read.
         """
-        pid = self._pids[rank]
+        pid = self.pids[rank]
         while nbytes:
             got = self._read(pid, dst, src, nbytes)  # at most 2 GiB at a time
             if got <= 0:

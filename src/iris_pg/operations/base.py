@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 
 Tensor = torch.Tensor
 
+_UNCOPIED = {torch.float4_e2m1fn_x2}  # types of a byte that torch cannot copy between all layouts
+
 
 class Operations:
     """Base of the classes that hold a group's operations.
@@ -98,7 +100,12 @@ def dense(tensor: Tensor) -> Tensor:
     """Return the values of ``tensor`` in a row in memory, without lazy conjugation or negation; itself where they are
     so already.
     """
-    return tensor if _is_dense(tensor) else tensor.resolve_conj().resolve_neg().contiguous()
+    if _is_dense(tensor):
+        return tensor
+    tensor = tensor.resolve_conj().resolve_neg()
+    if tensor.dtype in _UNCOPIED:
+        return tensor.view(torch.uint8).contiguous().view(tensor.dtype)
+    return tensor.contiguous()
 
 
 def _is_dense(tensor: Tensor) -> bool:
@@ -118,6 +125,8 @@ def copy(moves: Sequence[tuple[Tensor, Tensor]]) -> None:
     """Copy each second tensor into the first, as the bytes of any other output arrive: unseen by autograd."""
     with torch.no_grad():
         for into, values in moves:
+            if into.dtype in _UNCOPIED:
+                into, values = into.view(torch.uint8), values.view(torch.uint8)
             into.copy_(values)
 
 

@@ -19,7 +19,9 @@ from typing import Any, NamedTuple
 _RMW = ("add", "sub", "and", "or", "xor", "xchg", "min", "max", "umin", "umax", "uinc_wrap", "udec_wrap")
 
 
-COPY, STORE, AWAIT, OTHER, STORE64 = range(5)  # what execute() can be asked to do; OTHER hands the operation back
+COPY, STORE, AWAIT, OTHER, STORE64, READ, WITH = range(
+    7
+)  # what execute() can be asked to do; OTHER hands the operation back
 RING_FULL = (1 << 64) - 1
 
 
@@ -36,7 +38,8 @@ class Atomics(NamedTuple):
     GIL, and returns the index of the first that it did not: ``count`` when it did all, else one that waits longer than
     ``turns`` looks or that it does not know. They are ``(COPY, dst, src, nbytes)``, ``(STORE, address, value, 0)`` and
     ``(STORE64, address, value, 0)`` with release order, and ``(AWAIT, address, value, 0)``, which waits with acquire
-    order until the 32-bit word equals the value.
+    order until the 32-bit word equals the value. ``(READ, dst, word, nbytes)`` and ``(WITH, pid, offset, 0)`` together
+    copy from the memory of process ``pid``, at ``offset`` bytes after the address that the 64-bit word holds.
 
     ``read_process(pid, dst, src, nbytes) -> nbytes read`` copies from the memory of another process, without the GIL:
     process_vm_readv(2) with one piece on each side; negative when it failed.
@@ -136,6 +139,10 @@ done:
     parts.append(f"""
 define i64 @execute(i64 %operations, i64 %first, i64 %count, i32 %turns) {{
 entry:
+  %here = alloca [2 x i64]
+  %there = alloca [2 x i64]
+  %n1 = getelementptr i64, ptr %here, i64 1
+  %n2 = getelementptr i64, ptr %there, i64 1
   %base = inttoptr i64 %operations to ptr
   br label %head
 head:
@@ -154,7 +161,7 @@ fetch:
   %a1 = inttoptr i64 %w1 to ptr
   %value = trunc i64 %w2 to i32
   switch i64 %kind, label %out [ i64 {COPY}, label %copy  i64 {STORE}, label %store  i64 {AWAIT}, label %look
-    i64 {STORE64}, label %store64 ]
+    i64 {STORE64}, label %store64  i64 {READ}, label %read  i64 {WITH}, label %advance ]
 copy:
   %a2 = inttoptr i64 %w2 to ptr
   call void @llvm.memmove.p0.p0.i64(ptr %a1, ptr %a2, i64 %w3, i1 false)
@@ -162,6 +169,23 @@ copy:
 store:
   store atomic i32 %value, ptr %a1 release, align 4
   br label %advance
+read:
+  %with = getelementptr [4 x i64], ptr %op, i64 1
+  %ppid = getelementptr i64, ptr %with, i64 1
+  %poffset = getelementptr i64, ptr %with, i64 2
+  %pid64 = load i64, ptr %ppid
+  %pid = trunc i64 %pid64 to i32
+  %offset = load i64, ptr %poffset
+  %word = inttoptr i64 %w2 to ptr
+  %offered = load atomic i64, ptr %word acquire, align 8
+  %src = add i64 %offered, %offset
+  store i64 %w1, ptr %here
+  store i64 %src, ptr %there
+  store i64 %w3, ptr %n1
+  store i64 %w3, ptr %n2
+  %got = call i64 @process_vm_readv(i32 %pid, ptr %here, i64 1, ptr %there, i64 1, i64 0)
+  %whole = icmp eq i64 %got, %w3
+  br i1 %whole, label %advance, label %out
 store64:
   store atomic i64 %w2, ptr %a1 release, align 8
   br label %advance

@@ -30,7 +30,7 @@ What all rely on:
 
 from .exchange import exchange
 from .flags import ABORT, COUNTERS, CUDA, ERROR, FLAGS, HIP, INTERPRETED, LINE, WAITING
-from .move import CHUNK, CHUNKS
+from .move import CHUNK
 from .push import push
 from .reduce import AVG, BAND, BOR, BXOR, MAX, MIN, PRODUCT, SUM, reduce
 from .words import exchange_words, reduce_words
@@ -42,7 +42,6 @@ __all__ = [
     "BOR",
     "BXOR",
     "CHUNK",
-    "CHUNKS",
     "COUNTERS",
     "CUDA",
     "ERROR",

@@ -70,6 +70,7 @@ def exchange(
     WORD: tl.constexpr,  # 1, 2, 4 or 16: all addresses are multiples of it
     TO_ALL: tl.constexpr,  # the own part is what goes to every peer
     CREDITS: tl.constexpr,
+    CHUNKS: tl.constexpr,  # into how many a CTA's share of a message is cut
     POLLS: tl.constexpr,  # polls of a flag between looks at the clock
     PLATFORM: tl.constexpr,
 ):
@@ -90,8 +91,8 @@ def exchange(
 
     for i in range(0, rounds + lag):
         j = i - lag
-        _, all_out = chunk_of(out_bytes, out_share, cta, i, slot_bytes)
-        _, all_in = chunk_of(in_bytes, in_share, cta, j, slot_bytes)
+        _, all_out = chunk_of(out_bytes, out_share, cta, i, slot_bytes, CHUNKS)
+        _, all_in = chunk_of(in_bytes, in_share, cta, j, slot_bytes, CHUNKS)
         alive, sending, taking = await_round(
             *(
                 i,
@@ -117,12 +118,12 @@ def exchange(
             for k in range(0 if world == 1 else 1, world):
                 peer = (rank + k) % world
                 nbytes, share = pick(send_bytes, peer, world), pick(send_shares, peer, world)
-                first, n = chunk_of(nbytes, share, cta, i, slot_bytes)
+                first, n = chunk_of(nbytes, share, cta, i, slot_bytes, CHUNKS)
                 there = slot_at(landing, rank, cta, ctas, element(sent + i, lane, peer), slot_bytes)
                 nbytes, share = pick(receive_bytes, peer, world), pick(receive_shares, peer, world)
-                first_in, n_in = chunk_of(nbytes, share, cta, j, slot_bytes)
+                first_in, n_in = chunk_of(nbytes, share, cta, j, slot_bytes, CHUNKS)
                 here = slot_at(landing, peer, cta, ctas, element(taken + j, lane, peer), slot_bytes)
-                first_own, n_own = chunk_of(own_bytes, own_share, cta, i, slot_bytes)
+                first_own, n_own = chunk_of(own_bytes, own_share, cta, i, slot_bytes, CHUNKS)
                 copy_both(
                     *(pick(sends, peer, world) + first, pick(bases, peer, world) + there),
                     *(own_source + first_own, own_target + first_own, tl.where(k <= 1, n_own, 0), n),

@@ -10,9 +10,7 @@ import triton.language as tl
 
 from .flags import at, pick
 
-# Least bytes of a chunk, unless a share is shorter; and into how many a share is cut before chunks get longer.
-CHUNK = tl.constexpr(1 << 16)
-CHUNKS = tl.constexpr(8)
+CHUNK = tl.constexpr(1 << 16)  # least bytes of a chunk, unless a share is shorter
 
 
 @triton.jit
@@ -23,8 +21,10 @@ def part_of(nbytes, share, cta):
 
 
 @triton.jit
-def chunk_of(nbytes, share, cta, i, slot_bytes):
-    """Return the start and length of chunk i of what a CTA moves of a message; the length is 0 where there is none."""
+def chunk_of(nbytes, share, cta, i, slot_bytes, CHUNKS: tl.constexpr):
+    """Return the start and length of chunk i of what a CTA moves of a message; the length is 0 where there is none.
+    A share is cut into CHUNKS, into fewer where they would be short, and into more where they do not fit a slot.
+    """
     cut = tl.minimum(tl.maximum((share + CHUNKS * 16 - 1) // (CHUNKS * 16) * 16, CHUNK), slot_bytes)
     first = tl.minimum(cta * share + i * cut, nbytes)
     n = tl.minimum(tl.minimum((cta + 1) * share, nbytes) - first, cut)

@@ -128,6 +128,7 @@ def reduce(
     BLOCK: tl.constexpr,  # lanes of a copy, of 8 bytes
     WORD: tl.constexpr,  # not less than the size of an element
     CREDITS: tl.constexpr,
+    CHUNKS: tl.constexpr,
     ELEMENT: tl.constexpr,  # dtype in memory
     ACCUMULATOR: tl.constexpr,  # dtype in which elements are combined, rounded once at the end
     OP: tl.constexpr,
@@ -152,8 +153,8 @@ def reduce(
 
     for i in range(0, rounds + lag):
         j = i - lag
-        _, all_out = chunk_of(out_bytes, out_share, cta, i, slot_bytes)
-        first_in, n_in = chunk_of(own_bytes, own_share, cta, j, slot_bytes)
+        _, all_out = chunk_of(out_bytes, out_share, cta, i, slot_bytes, CHUNKS)
+        first_in, n_in = chunk_of(own_bytes, own_share, cta, j, slot_bytes, CHUNKS)
         alive, sending, taking = await_round(
             *(
                 i,
@@ -182,7 +183,7 @@ def reduce(
                 for k in range(1, world):
                     peer = (rank + k) % world
                     nbytes, share = pick(send_bytes, peer, world), pick(send_shares, peer, world)
-                    first, n = chunk_of(nbytes, share, cta, i, slot_bytes)
+                    first, n = chunk_of(nbytes, share, cta, i, slot_bytes, CHUNKS)
                     place = slot_at(landing, rank, cta, ctas, element(sent + i, lane, peer), slot_bytes)
                     copy_block(pick(sends, peer, world) + first, pick(bases, peer, world) + place, n, start, STEP, WORD)
                 combine_block(
@@ -192,7 +193,7 @@ def reduce(
             for k in range(1, world):
                 peer = (rank + k) % world
                 nbytes, share = pick(send_bytes, peer, world), pick(send_shares, peer, world)
-                first, n = chunk_of(nbytes, share, cta, i, slot_bytes)
+                first, n = chunk_of(nbytes, share, cta, i, slot_bytes, CHUNKS)
                 place = slot_at(landing, rank, cta, ctas, element(sent + i, lane, peer), slot_bytes)
                 copy_tail(pick(sends, peer, world) + first, pick(bases, peer, world) + place, n, WORD)
             if whole < n_in // SIZE:

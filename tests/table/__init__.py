@@ -1,0 +1,1 @@
+"""The conformance table: every collective over element types, shapes, layouts and groups, with its reference."""
