@@ -219,6 +219,8 @@ class DeviceTransport:
 
     def _is_for_kernels(self, key: Key, local: Any, flow: Callable[[Key, Any], Flow | Fold]) -> bool:
         """Return whether an operation is of the cu engine; all ranks decide alike."""
+        if self._requested == "cu" or self.world == 1:
+            return self._requested == "cu"
         answer = self._uses_kernels.get(key)
         if answer is None:
             if len(self._uses_kernels) > 4096:
@@ -227,7 +229,7 @@ class DeviceTransport:
             parts = made.operands if isinstance(made, Fold) else (*made.sends, *made.receives)
             nbytes = max((part.nbytes for part in parts), default=0)
             answer = uses_kernels(self._requested, str(key[0]), nbytes)
-            if self._requested == "auto" and isinstance(made, Fold) and not has_reduction(made.op, made.dtype):
+            if isinstance(made, Fold) and not has_reduction(made.op, made.dtype):
                 answer = False
             self._uses_kernels[key] = answer
         return answer
