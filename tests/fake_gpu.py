@@ -1,0 +1,211 @@
+"""A GPU for processes that have none: its streams are threads and its memory is the host's.
+
+:func:`pretend` replaces, in this process, what platforms/cuda.py and torch.cuda give to the transport for CUDA tensors.
+Tensors stay CPU tensors; the default group hands them to that transport. What differs from a GPU: memory is not freed
+in the order of streams, so a synchronous call waits for its stream here; nothing can be captured; futures do not know
+streams.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import queue
+import threading
+import time
+
+import torch
+import torch.distributed as dist
+
+from iris_pg import device_transport, device_work
+from iris_pg.copy_engine import stream as stream_engine
+from iris_pg.copy_engine.reduction import reduce_bytes
+from iris_pg.platforms import cuda
+from iris_pg.platforms.atomics import atomics
+from iris_pg.platforms.cpu import HostMemory
+
+DEVICE = torch.device("cuda", 0)
+
+
+class Stream:
+    """A thread that does one thing after another."""
+
+    all: dict[int, Stream] = {}
+    current: Stream
+
+    def __init__(self, device=None, priority=0):
+        self.cuda_stream = len(Stream.all) + 1
+        self.device = DEVICE
+        self._todo: queue.Queue = queue.Queue()
+        Stream.all[self.cuda_stream] = self
+        threading.Thread(target=self._loop, name="fake stream", daemon=True).start()
+
+    def _loop(self):
+        while (todo := self._todo.get()) is not None:
+            todo()
+
+    def submit(self, todo):
+        self._todo.put(todo)
+
+    def record_event(self):
+        event = Event()
+        self.submit(event.set)
+        return event
+
+    def wait_event(self, event):
+        self.submit(event.wait)
+
+    def wait_stream(self, other):
+        self.wait_event(other.record_event())
+
+    def synchronize(self):
+        self.record_event().wait()
+
+
+class Event(threading.Event):
+    """What a stream sets when it comes to it."""
+
+    query = threading.Event.is_set
+
+
+class Memory(HostMemory):
+    """The host's memory as that of a GPU."""
+
+    device = DEVICE
+
+    def __init__(self, device):
+        self.place = "the fake GPU"
+
+
+class FlagCalls:
+    """As :class:`iris_pg.platforms.cuda.FlagCalls`."""
+
+    def __init__(self, ops, mark=None):
+        self._ops, self._mark = list(ops), mark
+
+    def __call__(self, raw):
+        Stream.all[raw].submit(lambda: self._obey(self._ops))
+
+    def marked(self, raw, value):
+        self(raw)
+        self.mark(raw, value)
+
+    def mark(self, raw, value):
+        write(raw, self._mark, value)
+
+    @staticmethod
+    def _obey(ops):
+        words = atomics()
+        for op in ops:
+            if op.waits:
+                turns = 0
+                while words.load32(op.address) != op.value:
+                    turns += 1
+                    time.sleep(0 if turns < 100 else 1e-4)
+            else:
+                words.store32(op.address, op.value)
+
+
+class SecondStream:
+    """As :class:`iris_pg.platforms.cuda.SecondStream`."""
+
+    def __init__(self, raw):
+        self._stream = Stream.all[raw]
+
+    def begin(self, raw):
+        self._stream.wait_stream(Stream.all[raw])
+
+    def end(self, raw):
+        Stream.all[raw].wait_stream(self._stream)
+
+    def beside(self, launch):
+        return lambda raw: launch(self._stream.cuda_stream)
+
+
+def write(raw, address, value):
+    Stream.all[raw].submit(lambda: atomics().store32(address, value))
+
+
+def copy(dst, src, nbytes):
+    return lambda raw: Stream.all[raw].submit(lambda: ctypes.memmove(dst, src, nbytes))
+
+
+def reduction(device, op, dtype, dst, sources, nbytes):
+    return lambda raw: Stream.all[raw].submit(lambda: reduce_bytes(op, dtype, dst, sources, nbytes))
+
+
+@contextlib.contextmanager
+def on(stream):
+    before, Stream.current = Stream.current, stream
+    try:
+        yield
+    finally:
+        Stream.current = before
+
+
+def synchronize(device=None):
+    for stream in list(Stream.all.values()):
+        stream.synchronize()
+
+
+@contextlib.contextmanager
+def pretend():
+    """Have a GPU, and a default group that uses it, which is destroyed at the end."""
+    Stream.current = Stream()
+    changes = [
+        (cuda, dict(DeviceMemory=Memory, FlagCalls=FlagCalls, SecondStream=SecondStream, copy=copy, write=write)),
+        (cuda, dict(can_reach=lambda device, uuid: True, stream_handle=lambda raw: raw)),
+        (cuda, dict(register=lambda address, nbytes: address, unregister=lambda address: None)),
+        (stream_engine, dict(reduction=reduction)),
+        (device_work, dict(stream_of=lambda device, raw: Stream.all[raw])),
+        (device_work, dict(raw_stream=lambda device: Stream.current.cuda_stream)),
+        (device_transport, dict(stream_of=lambda device, raw: Stream.all[raw])),
+        (device_transport, dict(raw_stream=lambda device: Stream.current.cuda_stream)),
+        (torch.cuda, dict(Stream=Stream, stream=on, device=lambda device: contextlib.nullcontext())),
+        (torch.cuda, dict(current_stream=lambda device=None: Stream.current, synchronize=synchronize)),
+        (torch.cuda, dict(is_current_stream_capturing=lambda: False, current_device=lambda: 0)),
+        (torch._C, dict(_cuda_getDevice=lambda: 0, _cuda_isCurrentStreamCapturing=lambda: False)),
+    ]
+    missing = object()
+    before = [(owner, name, getattr(owner, name, missing)) for owner, names in changes for name in names]
+    for owner, names in changes:
+        for name, value in names.items():
+            setattr(owner, name, value)
+    group = dist.group.WORLD
+    _use(group)
+    try:
+        yield
+    except BaseException:
+        group.abort()
+        raise
+    finally:
+        dist.destroy_process_group()
+        for owner, name, value in before:
+            delattr(owner, name) if value is missing else setattr(owner, name, value)
+        for stream in Stream.all.values():
+            stream.submit(None)
+        Stream.all.clear()
+
+
+def _use(group):
+    """Let a group of CPU tensors move them by its transport for the fake GPU, until its end."""
+
+    def run(device, key, local, flow, names, addresses, outputs, asynchronous, keep, after):
+        def behind():
+            Stream.current.submit(after)
+
+        given = (key, local, flow, names, addresses, outputs, asynchronous, keep, behind if after else None)
+        work = group._on(DEVICE).perform(*given)
+        if not asynchronous:
+            Stream.current.synchronize()
+        return group._coalesced(work) if asynchronous else work
+
+    def send(tensors, dst, tag=0):
+        return group._on(DEVICE).send(tensors[0], dst, tag, tensors)
+
+    def recv(tensors, src, tag=0):
+        return group._on(DEVICE).recv(tensors[0], src, tag, tensors, None)
+
+    group._run, group.send, group.recv = run, send, recv
+    group._offset = lambda tensor, nbytes: group._on(DEVICE).tensors.offset_of(tensor.data_ptr(), nbytes)
+    group._barrier_device = lambda opts: DEVICE

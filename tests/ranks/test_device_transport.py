@@ -1,0 +1,132 @@
+"""The transport of CUDA tensors on a fake GPU (fake_gpu.py): orders of streams, lanes, programs, works, failures."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import fake_gpu
+from iris_pg.errors import DeadlineError, IrisError, MismatchError
+
+CHUNK = 1 << 12
+
+
+def values(rank, numel, iteration, salt=0):
+    position = torch.arange(numel, dtype=torch.float32)
+    return (position * 7 + 31 * rank + 13 * iteration + 5 * salt) % 13
+
+
+def settle(work, asynchronous):
+    if asynchronous:
+        work.wait()
+        fake_gpu.Stream.current.synchronize()
+
+
+def every_operation(rank, world, iterations, lanes_from):
+    with fake_gpu.pretend():
+        from iris_pg import device_copies
+
+        device_copies._LANES_FROM = lanes_from
+        group = dist.group.WORLD
+        heap = group._on(fake_gpu.DEVICE).heap
+        for i in range(iterations):
+            for n in (1, 17, 3 * CHUNK + 5):
+                asynchronous = i % 2 == 1
+                mine, everyones = values(rank, n, i), [values(p, n, i) for p in range(world)]
+                for out in (torch.empty(world * n), heap.empty(world * n, dtype=torch.float32)):
+                    work = dist.all_gather_into_tensor(out, mine, async_op=asynchronous)
+                    settle(work, asynchronous)
+                    assert torch.equal(out, torch.cat(everyones)), ("all_gather", n, i)
+                total = mine.clone()
+                settle(dist.all_reduce(total, async_op=asynchronous), asynchronous)
+                assert torch.equal(total, sum(everyones)), ("all_reduce", n, i)
+                whole = torch.cat([values(rank, n, i, salt) for salt in range(world)])  # kept until its stream is done
+                out = torch.empty(n)
+                settle(dist.reduce_scatter_tensor(out, whole, async_op=asynchronous), asynchronous)
+                assert torch.equal(out, sum(values(p, n, i, rank) for p in range(world))), ("reduce_scatter", n, i)
+                out = torch.empty(world * n)
+                settle(dist.all_to_all_single(out, whole, async_op=asynchronous), asynchronous)
+                assert torch.equal(out, torch.cat([values(p, n, i, rank) for p in range(world)])), ("all_to_all", n, i)
+                out = mine.clone() if rank == i % world else torch.full((n,), -1.0)
+                settle(dist.broadcast(out, i % world, async_op=asynchronous), asynchronous)
+                assert torch.equal(out, everyones[i % world]), ("broadcast", n, i)
+                if not asynchronous:  # what is copied back lives as long as the call here
+                    wide = torch.full((world * n, 2), -1.0)
+                    dist.all_gather_into_tensor(wide[:, 1], mine)
+                    assert torch.equal(wide[:, 1], torch.cat(everyones)) and wide[0, 0] == -1, ("strided", n, i)
+                if world > 1:
+                    out = torch.empty(n)
+                    works = [dist.isend(mine, (rank + 1) % world), dist.irecv(out, (rank - 1) % world)]
+                    for work in works:
+                        settle(work, True)
+                    assert torch.equal(out, everyones[(rank - 1) % world]), ("ring", n, i)
+            dist.barrier()
+
+
+def streams_keep_the_order_of_calls(rank, world):
+    with fake_gpu.pretend():
+        streams = [fake_gpu.Stream() for _ in range(3)]
+        tensors = [values(rank, 100, i) for i in range(12)]
+        works = []
+        for i, tensor in enumerate(tensors):
+            with fake_gpu.on(streams[(i + rank) % 3]):
+                if (i + rank) % 4 == 0:
+                    fake_gpu.Stream.current.submit(lambda: time.sleep(0.01))
+                works.append(dist.all_reduce(tensor, async_op=True))
+        for work in works:
+            work.wait()
+        fake_gpu.synchronize()
+        for i, tensor in enumerate(tensors):
+            assert torch.equal(tensor, sum(values(p, 100, i) for p in range(world))), i
+
+
+def a_late_rank_is_named(rank, world):
+    with fake_gpu.pretend():
+        x = torch.ones(8)
+        dist.all_reduce(x)
+        if rank == 1:
+            time.sleep(3)
+            with pytest.raises(IrisError):
+                dist.all_reduce(x)
+        else:
+            work = dist.all_reduce(x, async_op=True)
+            deadline = time.monotonic() + 5
+            with pytest.raises(DeadlineError, match="rank 1 has not begun it"):
+                while time.monotonic() < deadline:
+                    work.wait()
+                    time.sleep(0.05)
+            fake_gpu.synchronize()
+
+
+def other_operations_are_noticed(rank, world):
+    with fake_gpu.pretend():
+        x = torch.ones(8)
+        dist.all_reduce(x)
+        work = dist.all_reduce(x, async_op=True) if rank else dist.broadcast(x, 1, async_op=True)
+        deadline = time.monotonic() + 8
+        with pytest.raises(MismatchError, match="different operations"):
+            while time.monotonic() < deadline:
+                work.wait()
+                time.sleep(0.05)
+
+
+OPTIONS = dict(engine="sdma", device_chunk_bytes=CHUNK)
+
+
+@pytest.mark.parametrize(
+    ("world", "iterations", "lanes_from"), [(1, 2, 1), (2, 4, 1), (2, 2, 1 << 40), (3, 2, 1), (4, 1, 1)]
+)
+def test_every_operation(ranks, world, iterations, lanes_from):
+    ranks(world).run(every_operation, iterations, lanes_from, options=OPTIONS, timeout_s=100)
+
+
+def test_streams_keep_the_order_of_calls(ranks):
+    ranks(2).run(streams_keep_the_order_of_calls, options=OPTIONS)
+
+
+@pytest.mark.parametrize(("function", "timeout_s"), [(a_late_rank_is_named, 1.0), (other_operations_are_noticed, 20.0)])
+def test_failures(ranks, function, timeout_s):
+    ranks(2).run(function, options=OPTIONS, timeout_s=40, group_timeout_s=timeout_s)
