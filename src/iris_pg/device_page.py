@@ -42,10 +42,14 @@ class DevicePage:
         nbytes = -(-(self._words + _LINE * words) // _PAGE) * _PAGE
         self._registered: list[int] = []
         self.flags: list[int] = []
-        for base in heap.bases:
-            self.flags.append(cuda.register(base, nbytes))
-            self._registered.append(base)
-        links.exchange({}, what="create flags for CUDA tensors")  # nobody writes one before all are as they begin
+        try:
+            for base in heap.bases:
+                self.flags.append(cuda.register(base, nbytes))
+                self._registered.append(base)
+            links.exchange({}, what="create flags for CUDA tensors")  # nobody writes one before all are as they begin
+        except BaseException:
+            self.close()
+            raise
 
     def reader(self, number: int) -> Callable[[], int]:
         """Return what reads word ``number`` of this rank."""

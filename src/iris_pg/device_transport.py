@@ -30,6 +30,7 @@ from iris_pg.collectives.flow import Flow, Fold
 from iris_pg.collectives.setting import Setting
 from iris_pg.device_copies import DeviceCopies, Prepared
 from iris_pg.device_exchanges import DeviceExchanges, PreparedExchanges, has_reduction, last_resort_s
+from iris_pg.device_messages import DeviceMessages, MailLane
 from iris_pg.device_page import DevicePage
 from iris_pg.device_watchdog import Captured, Watchdog
 from iris_pg.device_work import Held, Lane, StreamWork, raw_stream, stream_of
@@ -44,15 +45,13 @@ from iris_pg.program import Program
 from iris_pg.transport import BARRIER
 from iris_pg.watch import Key, Watch, text_of
 
-_PREPARED = 4096  # most operations whose driver calls are kept
-_PROGRAMS = 1024  # most programs that are kept
 _AT_EXIT_S = 5.0  # longest time that operations get to end by themselves when the process ends
 
 _open_transports: weakref.WeakSet[DeviceTransport] = weakref.WeakSet()
 _abandoned: list[DeviceTransport] = []
 
 
-class DeviceTransport:
+class DeviceTransport(DeviceMessages):
     """Operations on tensors of one GPU, for one group. Collective to make.
 
     Args:
@@ -79,16 +78,19 @@ class DeviceTransport:
         self._copies = DeviceCopies(page, device, self._chunk_bytes)
         self._requested = options.engine
         self._exchanges = None if self._requested == "sdma" else DeviceExchanges(page, device)
-        areas = self._copies.areas(only_messages=self._requested == "cu")
-        if self._exchanges:
-            areas |= self._exchanges.areas()
-        self.heap = self.tensors = SymmetricHeap(links, options.heap_bytes, areas, memory)
-        self._copies.use(self.heap)
         self._uses_kernels: dict[Key, bool] = {}
         self._kernels = None
-        if self._exchanges:
-            self._kernels = self._exchanges.use(self.heap, timeout_s)
-            links.exchange({}, what="create the cu engine for CUDA tensors")
+        try:
+            areas = self._copies.areas(only_messages=self._requested == "cu")
+            areas |= self._exchanges.areas() if self._exchanges else {}
+            self.heap = self.tensors = SymmetricHeap(links, options.heap_bytes, areas, memory)
+            self._copies.use(self.heap)
+            if self._exchanges:
+                self._kernels = self._exchanges.use(self.heap, timeout_s)
+                links.exchange({}, what="create the cu engine for CUDA tensors")
+        except BaseException:
+            page.close()
+            raise
         self._lane = Lane(page.reader(0), lambda peer: page.word_of(peer, 0))
         graphs = 1 + 2 * self.world
         self._captured = Captured(page.reader(graphs), page.address_of_word(graphs))
@@ -97,7 +99,7 @@ class DeviceTransport:
         self._side = torch.cuda.Stream(device)
         self._last: dict[bool, int | None] = {False: None, True: None}  # was it captured -> the last one's stream
         self._lanes = [self._lane]
-        self._mail: dict[tuple[str, int], _MailLane] = {}
+        self._mail: dict[tuple[str, int], MailLane] = {}
         self._handles: dict[int, Any] = {}
         self._is_fork = self._is_closed = False
         looked_after = (self.watch, page, self._lanes, self._captured, self._lock, self._kernels)
@@ -285,79 +287,6 @@ class DeviceTransport:
         captures = torch.cuda.is_current_stream_capturing()
         return self.perform(BARRIER, None, flow, (), (), [], asynchronous, program=both, blocks=not captures)
 
-    # Messages ---------------------------------------------------------------------------------------------------------
-
-    def send(self, tensor: torch.Tensor, dst: int, tag: int, outputs: list[Any]) -> StreamWork:
-        """Put a message of contiguous ``tensor`` to rank ``dst`` on the stream for messages to that rank."""
-        return self._message("send", "to", self._copies.send, tensor, dst, tag, outputs, None)
-
-    def recv(
-        self, tensor: torch.Tensor, src: int, tag: int, outputs: list[Any], after: Callable[[], Any] | None
-    ) -> StreamWork:
-        """Put the receipt of a message into contiguous ``tensor`` on the stream for messages from rank ``src``.
-
-        ``after`` is called with that stream current, behind the receipt.
-        """
-        return self._message("recv", "from", self._copies.receive, tensor, src, tag, outputs, after)
-
-    def _message(
-        self,
-        op: str,
-        direction: str,
-        prepare: Callable[[int, int, int, int, int, int], tuple[Prepared, int]],
-        tensor: torch.Tensor,
-        peer: int,
-        tag: int,
-        outputs: list[Any],
-        after: Callable[[], Any] | None,
-    ) -> StreamWork:
-        if peer == self.rank:
-            raise ArgumentError(
-                f"{op}: a message to or from this rank itself, {self.rank}; messages are between two ranks; copy the "
-                f"tensor (tensor.copy_) instead {self._where(op)}"
-            )
-        nbytes, most = tensor.numel() * tensor.element_size(), MAIL_SLOTS * self._copies.pair_bytes
-        with self._lock, torch.cuda.device(self.device):
-            said: Key = (op, nbytes, "bytes", direction, "rank", peer)
-            self._check_usable(said)
-            captures = torch.cuda.is_current_stream_capturing()
-            if captures and nbytes > most:
-                raise UnsupportedError(
-                    f"{op}: a message of {nbytes} bytes while a graph is captured; it takes {most}, what slots hold, "
-                    "since a captured send must not wait for its receive; raise IRIS_PG_DEVICE_CHUNK_BYTES, or send "
-                    f"smaller messages {self._where(op)}"
-                )
-            mail = self._mail_lane(op, peer)
-            lane = mail.lane
-            prepared, chunks = prepare(peer, tag, tensor.data_ptr(), nbytes, mail.chunks, mail.word)
-            mail.chunks += chunks
-            if captures:
-                return self._capture(said, prepared, outputs, after, is_in_line=False)
-            stream, raw = mail.stream, mail.stream.cuda_stream
-            stream.wait_stream(torch.cuda.current_stream(self.device))
-            with torch.cuda.stream(stream):
-                prepared.launch(self._handle(raw), lane.next, after)
-                event = stream.record_event()
-            held = Held(tensor)
-            work = StreamWork(outputs, self.device, raw, event, self._failed_with, held, is_in_line=False)
-            lane.add(said, prepared.program, held)
-            lane.oldest()
-            return work
-
-    def _mail_lane(self, op: str, peer: int) -> _MailLane:
-        mail = self._mail.get((op, peer))
-        if mail is None:
-            # Streams of different priorities never share a hardware queue. So a receive does not queue behind a send
-            # that waits for it, whatever CUDA_DEVICE_MAX_CONNECTIONS says.
-            stream = torch.cuda.Stream(self.device, priority=0 if op == "send" else -1)
-            to, from_ = (lambda rank: 1 + rank), (lambda rank: 1 + self.world + rank)
-            word, theirs = (to(peer), from_(self.rank)) if op == "send" else (from_(peer), to(self.rank))
-            page = self._page
-            lane = Lane(page.reader(word), lambda peer: page.word_of(peer, theirs))
-            mail = self._mail[op, peer] = _MailLane(stream, lane, word)
-            self._lanes.append(lane)
-        return mail
-
     # Life -------------------------------------------------------------------------------------------------------------
 
     @property
@@ -439,19 +368,6 @@ class DeviceTransport:
             "this process is a fork of the one that created the group, and cannot use it; make a group of its own "
             f"{self._where()}"
         )
-
-
-class _MailLane:
-    """Messages to one rank, or from it.
-
-    Attributes:
-        stream, lane: where they run, and in what order.
-        word: number of the lane's word.
-        chunks: number of chunks so far; gives the slot of the next.
-    """
-
-    def __init__(self, stream: torch.cuda.Stream, lane: Lane, word: int) -> None:
-        self.stream, self.lane, self.word, self.chunks = stream, lane, word, 0
 
 
 def _is_capturing(stream: torch.cuda.Stream) -> bool:

@@ -41,6 +41,7 @@ LAYERS = {
     "device_work": 7,
     "device_copies": 7,
     "device_exchanges": 7,
+    "device_messages": 7,
     "device_watchdog": 7,
     "device_transport": 7,
     "watch": 7,
