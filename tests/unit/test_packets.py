@@ -5,8 +5,10 @@ import struct
 
 import pytest
 
+from iris_pg.copy_engine import generations, layout
 from iris_pg.copy_engine import packets as p
-from iris_pg.copy_engine.packets import GENERATIONS, AtomicOp, PollFunc
+from iris_pg.copy_engine.generations import GENERATIONS
+from iris_pg.copy_engine.packets import AtomicOp, PollFunc
 from iris_pg.errors import ArgumentError, PacketError, UnsupportedError
 
 SRC = 0x1111222233334440
@@ -142,14 +144,23 @@ def test_golden_dwords(packet, expected):
 
 
 def test_sizes_and_offsets():
-    assert (p.COPY_LINEAR_BYTES, p.SUB_WINDOW_BYTES, p.POLL_BYTES, p.ATOMIC_BYTES) == (28, 80, 24, 32)
-    assert (p.FENCE_BYTES, p.CONST_FILL_BYTES, p.TRAP_BYTES, p.TIMESTAMP_BYTES) == (16, 20, 8, 12)
-    assert (p.COPY_LINEAR_NBYTES_OFFSET, p.COPY_LINEAR_SRC_OFFSET, p.COPY_LINEAR_DST_OFFSET) == (4, 12, 20)
-    assert (p.SUB_WINDOW_SRC_OFFSET, p.SUB_WINDOW_DST_OFFSET) == (4, 36)
-    assert (p.POLL_ADDRESS_OFFSET, p.POLL_REFERENCE_OFFSET) == (4, 12)
-    assert (p.FENCE_ADDRESS_OFFSET, p.FENCE_VALUE_OFFSET) == (4, 12)
-    assert (p.ATOMIC_ADDRESS_OFFSET, p.ATOMIC_OPERAND_OFFSET) == (4, 12)
-    assert (p.CONST_FILL_ADDRESS_OFFSET, p.TIMESTAMP_ADDRESS_OFFSET) == (4, 4)
+    assert (layout.COPY_LINEAR_BYTES, layout.SUB_WINDOW_BYTES, layout.POLL_BYTES, layout.ATOMIC_BYTES) == (
+        28,
+        80,
+        24,
+        32,
+    )
+    assert (layout.FENCE_BYTES, layout.CONST_FILL_BYTES, layout.TRAP_BYTES, layout.TIMESTAMP_BYTES) == (16, 20, 8, 12)
+    assert (layout.COPY_LINEAR_NBYTES_OFFSET, layout.COPY_LINEAR_SRC_OFFSET, layout.COPY_LINEAR_DST_OFFSET) == (
+        4,
+        12,
+        20,
+    )
+    assert (layout.SUB_WINDOW_SRC_OFFSET, layout.SUB_WINDOW_DST_OFFSET) == (4, 36)
+    assert (layout.POLL_ADDRESS_OFFSET, layout.POLL_REFERENCE_OFFSET) == (4, 12)
+    assert (layout.FENCE_ADDRESS_OFFSET, layout.FENCE_VALUE_OFFSET) == (4, 12)
+    assert (layout.ATOMIC_ADDRESS_OFFSET, layout.ATOMIC_OPERAND_OFFSET) == (4, 12)
+    assert (layout.CONST_FILL_ADDRESS_OFFSET, layout.TIMESTAMP_ADDRESS_OFFSET) == (4, 4)
 
 
 NEW, OTHER = 0x7F0123456788, 0x7E0000000010
@@ -160,19 +171,19 @@ NEW, OTHER = 0x7F0123456788, 0x7E0000000010
     [
         (
             p.copy_linear(dst=8, src=8, nbytes=512),
-            {p.COPY_LINEAR_DST_OFFSET: NEW, p.COPY_LINEAR_SRC_OFFSET: OTHER},
+            {layout.COPY_LINEAR_DST_OFFSET: NEW, layout.COPY_LINEAR_SRC_OFFSET: OTHER},
             p.copy_linear(dst=NEW, src=OTHER, nbytes=512),
         ),
         (
             tile(dst=8, src=8),
-            {p.SUB_WINDOW_DST_OFFSET: NEW, p.SUB_WINDOW_SRC_OFFSET: OTHER},
+            {layout.SUB_WINDOW_DST_OFFSET: NEW, layout.SUB_WINDOW_SRC_OFFSET: OTHER},
             tile(dst=NEW, src=OTHER),
         ),
-        (p.poll_regmem(8, 1), {p.POLL_ADDRESS_OFFSET: NEW}, p.poll_regmem(NEW, 1)),
-        (p.fence(8, 1), {p.FENCE_ADDRESS_OFFSET: NEW}, p.fence(NEW, 1)),
-        (p.atomic(8, AtomicOp.ADD, 1), {p.ATOMIC_ADDRESS_OFFSET: NEW}, p.atomic(NEW, AtomicOp.ADD, 1)),
-        (p.const_fill(8, 1, 4), {p.CONST_FILL_ADDRESS_OFFSET: NEW}, p.const_fill(NEW, 1, 4)),
-        (p.timestamp(8), {p.TIMESTAMP_ADDRESS_OFFSET: NEW}, p.timestamp(NEW)),
+        (p.poll_regmem(8, 1), {layout.POLL_ADDRESS_OFFSET: NEW}, p.poll_regmem(NEW, 1)),
+        (p.fence(8, 1), {layout.FENCE_ADDRESS_OFFSET: NEW}, p.fence(NEW, 1)),
+        (p.atomic(8, AtomicOp.ADD, 1), {layout.ATOMIC_ADDRESS_OFFSET: NEW}, p.atomic(NEW, AtomicOp.ADD, 1)),
+        (p.const_fill(8, 1, 4), {layout.CONST_FILL_ADDRESS_OFFSET: NEW}, p.const_fill(NEW, 1, 4)),
+        (p.timestamp(8), {layout.TIMESTAMP_ADDRESS_OFFSET: NEW}, p.timestamp(NEW)),
     ],
     ids=["copy", "tile", "poll", "fence", "atomic", "fill", "timestamp"],
 )
@@ -392,13 +403,13 @@ def test_copies_take_keywords_only():
 
 def from_table(packet, **values):
     """Encode by the table alone, one field after the other."""
-    layout = p.LAYOUTS[packet]
-    number = layout.op | layout.sub_op << 8
-    for field in p.FIELDS:
+    form = layout.LAYOUTS[packet]
+    number = form.op | form.sub_op << 8
+    for field in layout.FIELDS:
         if field.packet == packet:
             number |= (values.pop(field.name, field.minus_one) - field.minus_one) << (32 * field.dword + field.low)
     assert not values
-    return number.to_bytes(4 * layout.n_dwords, "little")
+    return number.to_bytes(4 * form.n_dwords, "little")
 
 
 WINDOW = {
@@ -438,20 +449,20 @@ def test_the_encoder_agrees_with_the_table(packet, expected):
     assert packet.hex(" ", 4) == expected.hex(" ", 4)
 
 
-@pytest.mark.parametrize("packet", p.LAYOUTS)
+@pytest.mark.parametrize("packet", layout.LAYOUTS)
 def test_fields_lie_in_the_packet_and_do_not_overlap(packet):
     used = 0xFFFF  # op and sub_op
-    for field in p.FIELDS:
+    for field in layout.FIELDS:
         if field.packet == packet:
             bits = ((1 << field.n_bits) - 1) << (32 * field.dword + field.low)
             assert not used & bits, field.name
             used |= bits
-    assert used.bit_length() <= 32 * p.LAYOUTS[packet].n_dwords
+    assert used.bit_length() <= 32 * layout.LAYOUTS[packet].n_dwords
 
 
 def test_the_table_can_be_printed():
-    lines = p.field_table().splitlines()
-    assert len(lines) == 2 + len(p.FIELDS)
+    lines = layout.field_table().splitlines()
+    assert len(lines) == 2 + len(layout.FIELDS)
     row = "| COPY_LINEAR | 1, 0 | 1 | 29:0 | nbytes | value - 1 | SDMA_PKT_COPY_LINEAR_COUNT_count |"
     assert row in lines
     assert {line.count("|") for line in lines} == {8}
@@ -474,22 +485,22 @@ def test_the_table_can_be_printed():
     ],
 )
 def test_generation_of_an_architecture(arch, name):
-    assert p.generation_of(arch) is GENERATIONS[name]
+    assert generations.generation_of(arch) is GENERATIONS[name]
 
 
 def test_an_unknown_architecture_is_refused():
     with pytest.raises(UnsupportedError, match="sm_90.*gfx942"):
-        p.generation_of("sm_90")
+        generations.generation_of("sm_90")
 
 
 def test_generations_differ_as_the_headers_do():
-    assert p.GFX942 is GENERATIONS["gfx942"]
+    assert generations.GFX942 is GENERATIONS["gfx942"]
     rows = GENERATIONS.values()
     assert [g.name for g in rows if g.linear_count_bits == 22] == ["gfx908"]
     assert {g.linear_count_bits for g in rows} == {22, 30}
     assert [g.name for g in rows if g.fence_header == 0x5] == ["gfx908", "gfx90a", "gfx942", "gfx950"]
     assert [g.name for g in rows if g.min_submit_bytes] == ["gfx908"]
-    assert (p.GFX942.max_linear_bytes, p.GFX942.split_bytes) == (0x40000000, 0x3FFFFFE0)
+    assert (generations.GFX942.max_linear_bytes, generations.GFX942.split_bytes) == (0x40000000, 0x3FFFFFE0)
     assert (GFX908.max_linear_bytes, GFX908.split_bytes) == (0x400000, 0x3FFFE0)
     assert all(g.split_bytes % 32 == 0 for g in rows)
 

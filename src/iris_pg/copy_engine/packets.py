@@ -1,186 +1,24 @@
 """Encode AMD SDMA packets: pure functions from numbers to the little-endian dwords of one packet.
 
-Owns the byte layout of every packet this package writes into a ring, and the differences between hardware generations.
+Writes every packet that this package puts into a ring, for the generations of hardware in generations.py.
 Guarantees that no packet leaves here with a zero size (stored minus one, it would encode as the *largest* size), a
 misaligned address, or a value that spills out of its field. Does no I/O and keeps no state. Called by the rings, by the
-engines that write packets, and by code that prepares templates and patches addresses in place (``*_OFFSET`` below).
+engines that write packets, and by code that patches addresses into them afterwards (``*_OFFSET`` in layout.py).
 
-Sources: layouts from the amdgpu kernel headers ``vega10_sdma_pkt_open.h`` (SDMA 4.x, also used by ``sdma_v4_4_2.c``),
-``navi10_sdma_pkt_open.h``, ``sdma_v6_0_0_pkt_open.h``, ``sdma_v7_1_0_pkt_open.h`` and from ROCr ``sdma_registers.h``.
-The decoder of the software engine is written separately and shares nothing with this file.
+The layouts are in layout.py, with their sources. The decoder of the software engine is written separately and shares
+nothing with either.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from enum import IntEnum
-from functools import cached_property
 from struct import Struct
 from struct import error as StructError
 from typing import NoReturn
 
+from iris_pg.copy_engine.generations import GFX942, Generation
+from iris_pg.copy_engine.layout import FIELD, NOP_MAX_DWORDS, POLL_FOREVER, header, largest
 from iris_pg.errors import ArgumentError, PacketError, UnsupportedError
-
-# --- The layout tables -----------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Layout:
-    """One kind of packet: opcode (DW0[7:0]), sub-opcode (DW0[15:8]) and length; NOP is the shortest form."""
-
-    name: str
-    op: int
-    sub_op: int
-    n_dwords: int
-    source: str  # op and sub-op symbols
-
-
-@dataclass(frozen=True)
-class Field:
-    """One field of a packet: bits ``high..low`` counted from bit 0 of ``dword`` (a 64-bit field spans two dwords)."""
-
-    packet: str
-    name: str
-    dword: int
-    high: int
-    low: int
-    source: str  # symbol, without the prefix SDMA_PKT_
-    minus_one: bool = False  # the value minus one is stored
-
-    @property
-    def n_bits(self) -> int:
-        """Width in bits."""
-        return self.high - self.low + 1
-
-    @property
-    def max_value(self) -> int:
-        """Largest value the field can hold, after undoing "minus one"."""
-        return (1 << self.n_bits) - 1 + self.minus_one
-
-
-LAYOUTS: dict[str, Layout] = {
-    row.name: row
-    for row in (
-        Layout("NOP", 0, 0, 1, "SDMA_OP_NOP"),
-        Layout("COPY_LINEAR", 1, 0, 7, "SDMA_OP_COPY, SDMA_SUBOP_COPY_LINEAR"),
-        Layout("SUB_WINDOW", 1, 36, 20, "SDMA_OP_COPY, SDMA_SUBOP_COPY_LINEAR_SUB_WIND_LARGE"),
-        Layout("FENCE", 5, 0, 4, "SDMA_OP_FENCE"),
-        Layout("TRAP", 6, 0, 2, "SDMA_OP_TRAP"),
-        Layout("POLL_REGMEM", 8, 0, 6, "SDMA_OP_POLL_REGMEM"),
-        Layout("ATOMIC", 10, 0, 8, "SDMA_OP_ATOMIC"),
-        Layout("CONST_FILL", 11, 0, 5, "SDMA_OP_CONST_FILL"),
-        Layout("TIMESTAMP", 13, 2, 3, "SDMA_OP_TIMESTAMP, SDMA_SUBOP_TIMESTAMP_GET_GLOBAL"),
-    )
-}
-
-# Bits that no row names are written as zero. The count of a NOP is the number of dwords that *follow* the header, so a
-# NOP of N dwords in total stores N - 1, yet the field is not "minus one".
-FIELDS: tuple[Field, ...] = (
-    Field("NOP", "count", 0, 29, 16, "NOP_HEADER_count"),
-    Field("COPY_LINEAR", "nbytes", 1, 29, 0, "COPY_LINEAR_COUNT_count", minus_one=True),  # 22 bits before SDMA 4.4
-    Field("COPY_LINEAR", "src", 3, 63, 0, "COPY_LINEAR_SRC_ADDR_LO_src_addr_31_0"),
-    Field("COPY_LINEAR", "dst", 5, 63, 0, "COPY_LINEAR_DST_ADDR_LO_dst_addr_31_0"),
-    Field("SUB_WINDOW", "src", 1, 63, 0, "COPY_LINEAR_SUBWIN_LARGE_SRC_ADDR_LO_src_addr_31_0"),
-    Field("SUB_WINDOW", "src_x", 3, 31, 0, "COPY_LINEAR_SUBWIN_LARGE_DW_3_src_x"),
-    Field("SUB_WINDOW", "src_y", 4, 31, 0, "COPY_LINEAR_SUBWIN_LARGE_DW_4_src_y"),
-    Field("SUB_WINDOW", "src_z", 5, 31, 0, "COPY_LINEAR_SUBWIN_LARGE_DW_5_src_z"),
-    Field("SUB_WINDOW", "src_pitch_bytes", 6, 31, 0, "COPY_LINEAR_SUBWIN_LARGE_DW_6_src_pitch", minus_one=True),
-    Field("SUB_WINDOW", "src_slice_pitch_bytes", 7, 47, 0, "COPY_LINEAR_SUBWIN_LARGE_DW_7_src_slice_pitch", True),
-    Field("SUB_WINDOW", "dst", 9, 63, 0, "COPY_LINEAR_SUBWIN_LARGE_DST_ADDR_LO_dst_addr_31_0"),
-    Field("SUB_WINDOW", "dst_x", 11, 31, 0, "COPY_LINEAR_SUBWIN_LARGE_DW_11_dst_x"),
-    Field("SUB_WINDOW", "dst_y", 12, 31, 0, "COPY_LINEAR_SUBWIN_LARGE_DW_12_dst_y"),
-    Field("SUB_WINDOW", "dst_z", 13, 31, 0, "COPY_LINEAR_SUBWIN_LARGE_DW_13_dst_z"),
-    Field("SUB_WINDOW", "dst_pitch_bytes", 14, 31, 0, "COPY_LINEAR_SUBWIN_LARGE_DW_14_dst_pitch", minus_one=True),
-    Field("SUB_WINDOW", "dst_slice_pitch_bytes", 15, 47, 0, "COPY_LINEAR_SUBWIN_LARGE_DW_15_dst_slice_pitch", True),
-    Field("SUB_WINDOW", "width_bytes", 17, 31, 0, "COPY_LINEAR_SUBWIN_LARGE_DW_17_rect_x", minus_one=True),
-    Field("SUB_WINDOW", "n_rows", 18, 31, 0, "COPY_LINEAR_SUBWIN_LARGE_DW_18_rect_y", minus_one=True),
-    Field("SUB_WINDOW", "n_slices", 19, 31, 0, "COPY_LINEAR_SUBWIN_LARGE_DW_19_rect_z", minus_one=True),
-    Field("FENCE", "mtype", 0, 18, 16, "FENCE_HEADER_mtype"),  # SDMA 5.0 on; two bits, [17:16], from gfx12 on
-    Field("FENCE", "scope", 0, 25, 24, "FENCE_GFX12 HEADER_UNION.scope (ROCr)"),  # gfx1250
-    Field("FENCE", "address", 1, 63, 0, "FENCE_ADDR_LO_addr_31_0"),
-    Field("FENCE", "value", 3, 31, 0, "FENCE_DATA_data"),
-    Field("TRAP", "context", 1, 27, 0, "TRAP_INT_CONTEXT_int_context"),
-    Field("POLL_REGMEM", "func", 0, 30, 28, "POLL_REGMEM_HEADER_func"),
-    Field("POLL_REGMEM", "mem_poll", 0, 31, 31, "POLL_REGMEM_HEADER_mem_poll"),
-    Field("POLL_REGMEM", "address", 1, 63, 0, "POLL_REGMEM_ADDR_LO_addr_31_0"),
-    Field("POLL_REGMEM", "reference", 3, 31, 0, "POLL_REGMEM_VALUE_value"),
-    Field("POLL_REGMEM", "mask", 4, 31, 0, "POLL_REGMEM_MASK_mask"),
-    Field("POLL_REGMEM", "interval", 5, 15, 0, "POLL_REGMEM_DW5_interval"),
-    Field("POLL_REGMEM", "retry_count", 5, 27, 16, "POLL_REGMEM_DW5_retry_count"),
-    Field("ATOMIC", "loop", 0, 16, 16, "ATOMIC_HEADER_loop"),
-    Field("ATOMIC", "operation", 0, 31, 25, "ATOMIC_HEADER_atomic_op"),
-    Field("ATOMIC", "address", 1, 63, 0, "ATOMIC_ADDR_LO_addr_31_0"),
-    Field("ATOMIC", "operand", 3, 63, 0, "ATOMIC_SRC_DATA_LO_src_data_31_0"),
-    Field("ATOMIC", "compare", 5, 63, 0, "ATOMIC_CMP_DATA_LO_cmp_data_31_0"),
-    Field("ATOMIC", "interval", 7, 12, 0, "ATOMIC_LOOP_INTERVAL_loop_interval"),
-    Field("CONST_FILL", "fillsize", 0, 31, 30, "CONSTANT_FILL_HEADER_fillsize"),
-    Field("CONST_FILL", "address", 1, 63, 0, "CONSTANT_FILL_DST_ADDR_LO_dst_addr_31_0"),
-    Field("CONST_FILL", "value", 3, 31, 0, "CONSTANT_FILL_DATA_src_data_31_0"),
-    Field("CONST_FILL", "nbytes", 4, 29, 0, "CONSTANT_FILL_COUNT_count", minus_one=True),  # 22 bits on older ones
-    Field("TIMESTAMP", "address", 1, 63, 0, "TIMESTAMP_GET_GLOBAL_WRITE_ADDR_LO_write_addr_31_3"),
-)
-
-_FIELD = {(f.packet, f.name): f for f in FIELDS}
-
-
-def field_table() -> str:
-    """Return the layouts as a Markdown table, for the documentation."""
-    rows = ["| packet | op, sub_op | dword | bits | field | stored | source |", "|---|---|---|---|---|---|---|"]
-    for f in FIELDS:
-        layout, stored = LAYOUTS[f.packet], "value - 1" if f.minus_one else "value"
-        at = f"{f.dword} | {f.high}:{f.low} | {f.name} | {stored}"
-        rows.append(f"| {f.packet} | {layout.op}, {layout.sub_op} | {at} | SDMA_PKT_{f.source} |")
-    return "\n".join(rows)
-
-
-def _size(packet: str) -> int:
-    return 4 * LAYOUTS[packet].n_dwords
-
-
-def _offset(packet: str, field: str) -> int:
-    return 4 * _FIELD[packet, field].dword
-
-
-def _max(packet: str, field: str) -> int:
-    return _FIELD[packet, field].max_value
-
-
-def _header(packet: str, **values: int) -> int:
-    """Return DW0: opcode, sub-opcode, and the given DW0 fields."""
-    dword = LAYOUTS[packet].op | LAYOUTS[packet].sub_op << 8
-    for name, value in values.items():
-        dword |= value << _FIELD[packet, name].low
-    return dword
-
-
-# Lengths in bytes.
-COPY_LINEAR_BYTES = _size("COPY_LINEAR")
-SUB_WINDOW_BYTES = _size("SUB_WINDOW")
-FENCE_BYTES = _size("FENCE")
-TRAP_BYTES = _size("TRAP")
-POLL_BYTES = _size("POLL_REGMEM")
-ATOMIC_BYTES = _size("ATOMIC")
-CONST_FILL_BYTES = _size("CONST_FILL")
-TIMESTAMP_BYTES = _size("TIMESTAMP")
-
-# Byte offsets, from the start of a packet, of what a template gets patched with. Addresses are 64-bit, sizes and values
-# 32-bit, all little-endian. Remember that a patched size is stored minus one.
-COPY_LINEAR_NBYTES_OFFSET = _offset("COPY_LINEAR", "nbytes")
-COPY_LINEAR_SRC_OFFSET = _offset("COPY_LINEAR", "src")
-COPY_LINEAR_DST_OFFSET = _offset("COPY_LINEAR", "dst")
-SUB_WINDOW_SRC_OFFSET = _offset("SUB_WINDOW", "src")
-SUB_WINDOW_DST_OFFSET = _offset("SUB_WINDOW", "dst")
-FENCE_ADDRESS_OFFSET = _offset("FENCE", "address")
-FENCE_VALUE_OFFSET = _offset("FENCE", "value")
-POLL_ADDRESS_OFFSET = _offset("POLL_REGMEM", "address")
-POLL_REFERENCE_OFFSET = _offset("POLL_REGMEM", "reference")
-ATOMIC_ADDRESS_OFFSET = _offset("ATOMIC", "address")
-ATOMIC_OPERAND_OFFSET = _offset("ATOMIC", "operand")
-CONST_FILL_ADDRESS_OFFSET = _offset("CONST_FILL", "address")
-TIMESTAMP_ADDRESS_OFFSET = _offset("TIMESTAMP", "address")
-
-NOP_MAX_DWORDS = 1 + _max("NOP", "count")  # 16384 dwords, 64 KiB
-POLL_FOREVER = _max("POLL_REGMEM", "retry_count")  # 0xfff: the engine never gives up
 
 
 class PollFunc(IntEnum):
@@ -220,85 +58,11 @@ class AtomicOp(IntEnum):
 
 
 ATOMIC_64_BIT = 0x20  # TC_OP_ATOMIC_ADD_RTN_64 - TC_OP_ATOMIC_ADD_RTN_32
+
+
 ATOMIC_NO_RETURN = 0x40  # TC_OP_ATOMIC_ADD_32 - TC_OP_ATOMIC_ADD_RTN_32
-
 _FILLSIZE = {1: 0, 4: 2}  # bytes per fill unit -> SDMA_PKT_CONSTANT_FILL_HEADER_fillsize
-_MTYPE_UNCACHED = 3  # SDMA_PKT_FENCE_HEADER_MTYPE(0x3) in sdma_v5_0_ring_emit_fence and later
-_SCOPE_SYSTEM = 3  # ROCr SDMA_MEMORY_SCOPE_SYS
-_SPLIT_SLACK = 32  # a full packet is this much shorter than the limit, so that chunks keep a 32-byte alignment
 
-
-# --- Generations -----------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Generation:
-    """What differs between hardware generations for the packets above. One row of ``GENERATIONS``."""
-
-    name: str  # prefix of the names of the architectures: gfx125 stands for gfx1250 and gfx1251
-    sdma: str  # version of the SDMA block
-    linear_count_bits: int  # COPY_LINEAR nbytes
-    fill_count_bits: int  # CONST_FILL nbytes
-    fence_mtype_bits: int  # 0: FENCE has no mtype field; else it must ask for an uncached write
-    fence_has_scope: bool
-    has_sub_window: bool  # the 20-dword sub-window copy (sub-op 36)
-    min_submit_bytes: int  # shorter submissions must be padded with NOPs
-    poll_can_return_early: bool  # POLL_REGMEM can pass before its condition holds: poll twice
-    source: str
-
-    @cached_property
-    def max_linear_bytes(self) -> int:
-        """Largest COPY_LINEAR, in bytes."""
-        return 1 << self.linear_count_bits
-
-    @cached_property
-    def max_fill_bytes(self) -> int:
-        """Largest CONST_FILL, in bytes."""
-        return 1 << self.fill_count_bits
-
-    @cached_property
-    def split_bytes(self) -> int:
-        """Bytes per packet of a copy that is split: 0x3fffffe0 or 0x3fffe0 (ROCr ``kMaxSize_``)."""
-        return self.max_linear_bytes - _SPLIT_SLACK
-
-    @cached_property
-    def fence_header(self) -> int:
-        """DW0 of FENCE."""
-        mtype = _MTYPE_UNCACHED if self.fence_mtype_bits else 0
-        return _header("FENCE", mtype=mtype, scope=_SCOPE_SYSTEM if self.fence_has_scope else 0)
-
-
-# Columns as in Generation. The count widths are SDMA_PKT_COPY_LINEAR_COUNT_count_mask, overridden by copy_max_bytes and
-# fill_max_bytes where a driver reuses an older header (sdma_v4_0.c for 4.4, sdma_v4_4_2.c).
-GENERATIONS: dict[str, Generation] = {
-    row.name: row
-    for row in (
-        Generation("gfx908", "4.2", 22, 22, 0, False, False, 256, True, "vega10_sdma_pkt_open.h"),
-        Generation("gfx90a", "4.4", 30, 30, 0, False, False, 0, False, "sdma_v4_0.c sdma_v4_4_buffer_funcs"),
-        Generation("gfx942", "4.4.2", 30, 30, 0, False, True, 0, False, "sdma_v4_4_2.c; rocm-xio for sub-op 36"),
-        Generation("gfx950", "4.4.5", 30, 30, 0, False, True, 0, False, "sdma_v4_4_2.c; rocm-xio for sub-op 36"),
-        Generation("gfx10", "5.x", 30, 22, 3, False, False, 0, False, "navi10_sdma_pkt_open.h"),
-        Generation("gfx11", "6.x", 30, 30, 3, False, True, 0, False, "sdma_v6_0_0_pkt_open.h"),
-        Generation("gfx12", "7.0", 30, 30, 2, False, True, 0, False, "sdma_v7_0.c; ROCr SDMA_PKT_FENCE_GFX12"),
-        Generation("gfx125", "7.1", 30, 30, 2, True, True, 0, False, "sdma_v7_1_0_pkt_open.h; ROCr scope fields"),
-    )
-}
-GFX942 = GENERATIONS["gfx942"]  # what the software engine implements
-
-
-def generation_of(arch: str) -> Generation:
-    """Return the row for an architecture name such as ``gfx942:sramecc+:xnack-``.
-
-    Raises UnsupportedError if no row covers it.
-    """
-    target = arch.partition(":")[0]
-    known = [row for row in GENERATIONS.values() if target.startswith(row.name)]
-    if not known:
-        raise UnsupportedError(f"no SDMA packet layouts for {arch!r}; known are {', '.join(GENERATIONS)}")
-    return max(known, key=lambda row: len(row.name))
-
-
-# --- Encoders --------------------------------------------------------------------------------------------------------
 # Each tests everything in one expression and leaves the explaining to _refuse, so that the good case costs about 1 us.
 
 _U32 = (1 << 32) - 1
@@ -314,26 +78,26 @@ _pack_atomic = Struct("<IQQQI").pack
 _pack_const_fill = Struct("<IQII").pack
 _pack_timestamp = Struct("<IQ").pack
 
-_COPY_LINEAR = _header("COPY_LINEAR")
-_SUB_WINDOW = _header("SUB_WINDOW")
-_TRAP = _header("TRAP")
-_POLL = _header("POLL_REGMEM", mem_poll=1)
-_ATOMIC = _header("ATOMIC")
-_TIMESTAMP = _header("TIMESTAMP")
-_CONST_FILL = {unit_bytes: _header("CONST_FILL", fillsize=code) for unit_bytes, code in _FILLSIZE.items()}
+_COPY_LINEAR = header("COPY_LINEAR")
+_SUB_WINDOW = header("SUB_WINDOW")
+_TRAP = header("TRAP")
+_POLL = header("POLL_REGMEM", mem_poll=1)
+_ATOMIC = header("ATOMIC")
+_TIMESTAMP = header("TIMESTAMP")
+_CONST_FILL = {unit_bytes: header("CONST_FILL", fillsize=code) for unit_bytes, code in _FILLSIZE.items()}
 
-_FUNC_SHIFT = _FIELD["POLL_REGMEM", "func"].low
-_RETRY_SHIFT = _FIELD["POLL_REGMEM", "retry_count"].low
-_OPERATION_SHIFT = _FIELD["ATOMIC", "operation"].low
-_LOOP_SHIFT = _FIELD["ATOMIC", "loop"].low
-_COUNT_SHIFT = _FIELD["NOP", "count"].low
+_FUNC_SHIFT = FIELD["POLL_REGMEM", "func"].low
+_RETRY_SHIFT = FIELD["POLL_REGMEM", "retry_count"].low
+_OPERATION_SHIFT = FIELD["ATOMIC", "operation"].low
+_LOOP_SHIFT = FIELD["ATOMIC", "loop"].low
+_COUNT_SHIFT = FIELD["NOP", "count"].low
 
 _MAX_FUNC = max(PollFunc)
-_MAX_INTERVAL = _max("POLL_REGMEM", "interval")
-_MAX_LOOP_INTERVAL = _max("ATOMIC", "interval")
-_MAX_CONTEXT = _max("TRAP", "context")
-_MAX_EXTENT = _max("SUB_WINDOW", "width_bytes")  # also rows, slices, pitches
-_MAX_SLICE_PITCH = _max("SUB_WINDOW", "dst_slice_pitch_bytes")
+_MAX_INTERVAL = largest("POLL_REGMEM", "interval")
+_MAX_LOOP_INTERVAL = largest("ATOMIC", "interval")
+_MAX_CONTEXT = largest("TRAP", "context")
+_MAX_EXTENT = largest("SUB_WINDOW", "width_bytes")  # also rows, slices, pitches
+_MAX_SLICE_PITCH = largest("SUB_WINDOW", "dst_slice_pitch_bytes")
 _ATOMIC_OPS = frozenset(AtomicOp)
 
 

@@ -20,7 +20,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-from iris_pg.copy_engine import packets, trap
+from iris_pg.copy_engine import generations, layout, packets, trap
 from iris_pg.copy_engine.ring import Patch
 from iris_pg.errors import UnsupportedError
 from iris_pg.flags import OFFER
@@ -68,13 +68,13 @@ class _Writer:
     def step(self, step: Step) -> None:
         match step:
             case Copy(dst, src, nbytes):
-                step_bytes = packets.GFX942.split_bytes
+                step_bytes = generations.GFX942.split_bytes
                 for start in range(0, nbytes, step_bytes):
                     d, s, size = dst + start, src + start, min(step_bytes, nbytes - start)
                     self.put(
                         packets.copy_linear(dst=self.address(d), src=self.address(s), nbytes=size),
-                        src=(s, packets.COPY_LINEAR_SRC_OFFSET),
-                        dst=(d, packets.COPY_LINEAR_DST_OFFSET),
+                        src=(s, layout.COPY_LINEAR_SRC_OFFSET),
+                        dst=(d, layout.COPY_LINEAR_DST_OFFSET),
                     )
             case Copy2D(dst, src, width_bytes, rows, dst_pitch_bytes, src_pitch_bytes):
                 self.put(
@@ -86,32 +86,32 @@ class _Writer:
                         dst_pitch_bytes=dst_pitch_bytes,
                         src_pitch_bytes=src_pitch_bytes,
                     ),
-                    src=(src, packets.SUB_WINDOW_SRC_OFFSET),
-                    dst=(dst, packets.SUB_WINDOW_DST_OFFSET),
+                    src=(src, layout.SUB_WINDOW_SRC_OFFSET),
+                    dst=(dst, layout.SUB_WINDOW_DST_OFFSET),
                 )
             case Offer(flag, tag, src=src):
                 self.put(
                     packets.atomic(self.address(flag + OFFER), packets.AtomicOp.SWAP, self.address(src), width_bytes=8),
-                    flag=(flag + OFFER, packets.ATOMIC_ADDRESS_OFFSET),
-                    src=(src, packets.ATOMIC_OPERAND_OFFSET),
+                    flag=(flag + OFFER, layout.ATOMIC_ADDRESS_OFFSET),
+                    src=(src, layout.ATOMIC_OPERAND_OFFSET),
                 )
-                self.put(packets.fence(self.address(flag), tag), flag=(flag, packets.FENCE_ADDRESS_OFFSET))
+                self.put(packets.fence(self.address(flag), tag), flag=(flag, layout.FENCE_ADDRESS_OFFSET))
             case Pull(dst, flag, writer, nbytes, offset):
                 asked = trap.Pull(writer, self.address(dst), self.address(flag + OFFER), offset, nbytes)
                 self.put(asked.request(), dst=(dst, trap.PULL_DST_OFFSET))
             case Signal(flag, tag):
-                self.put(packets.fence(self.address(flag), tag), flag=(flag, packets.FENCE_ADDRESS_OFFSET))
+                self.put(packets.fence(self.address(flag), tag), flag=(flag, layout.FENCE_ADDRESS_OFFSET))
             case Take(flag=flag, tag=tag):
                 poll = packets.poll_regmem(self.address(flag), tag, func=packets.PollFunc.EQUAL)
-                self.put(poll, flag=(flag, packets.POLL_ADDRESS_OFFSET))
-                self.put(packets.fence(self.address(flag), 0), flag=(flag, packets.FENCE_ADDRESS_OFFSET))
+                self.put(poll, flag=(flag, layout.POLL_ADDRESS_OFFSET))
+                self.put(packets.fence(self.address(flag), 0), flag=(flag, layout.FENCE_ADDRESS_OFFSET))
             case Wait(flag, value):
                 poll = packets.poll_regmem(self.address(flag), value, func=packets.PollFunc.GREATER_EQUAL)
-                self.put(poll, flag=(flag, packets.POLL_ADDRESS_OFFSET))
+                self.put(poll, flag=(flag, layout.POLL_ADDRESS_OFFSET))
             case Add(flag, value, width_bytes):
                 self.put(
                     packets.atomic(self.address(flag), packets.AtomicOp.ADD, value, width_bytes=width_bytes),
-                    flag=(flag, packets.ATOMIC_ADDRESS_OFFSET),
+                    flag=(flag, layout.ATOMIC_ADDRESS_OFFSET),
                 )
             case Reduce(dst, sources, nbytes, dtype, op):
                 addresses = tuple(self.address(source) for source in sources)
