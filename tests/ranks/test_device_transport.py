@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import time
 
 import pytest
@@ -9,7 +10,8 @@ import torch
 import torch.distributed as dist
 
 import fake_gpu
-from iris_pg.errors import DeadlineError, IrisError, MismatchError
+import iris_pg
+from iris_pg.errors import ArgumentError, DeadlineError, IrisError, MismatchError
 
 CHUNK = 1 << 12
 
@@ -113,6 +115,29 @@ def other_operations_are_noticed(rank, world):
                 time.sleep(0.05)
 
 
+def what_it_says_and_takes(rank, world):
+    with fake_gpu.pretend():
+        group = dist.group.WORLD
+        x = torch.ones(8)
+        dist.all_reduce(x)
+        text = iris_pg.explain()
+        assert "CPU tensors" in text and "CUDA tensors on cuda:0" in text and f"slots of {CHUNK} bytes" in text
+        group.set_timeout(datetime.timedelta(seconds=7))
+        assert group._device_transport._watchdog.timeout_s == 7
+        with pytest.raises(ArgumentError, match="this rank itself"):
+            group.send([x], rank, 0)
+        with pytest.raises(ArgumentError, match="has moved tensors on cuda:0 before"):
+            group.heap_on("cuda:1")
+        before = group._device_transport.sequence
+        dist.all_reduce(x)  # an error in an argument harms nothing
+        fake_gpu.synchronize()
+        assert group._device_transport.sequence == before + 1 and x[0] == world**2
+        heap = group.heap_on("cuda:0")
+        offsets = [heap.allocate(400), heap.allocate(200)]
+        heap.free(offsets[0])
+        assert heap.allocate(400) == offsets[0]  # after a wait for the GPU
+
+
 OPTIONS = dict(engine="sdma", device_chunk_bytes=CHUNK)
 
 
@@ -125,6 +150,10 @@ def test_every_operation(ranks, world, iterations, lanes_from):
 
 def test_streams_keep_the_order_of_calls(ranks):
     ranks(2).run(streams_keep_the_order_of_calls, options=OPTIONS)
+
+
+def test_what_it_says_and_takes(ranks):
+    ranks(2).run(what_it_says_and_takes, options=OPTIONS)
 
 
 @pytest.mark.parametrize(("function", "timeout_s"), [(a_late_rank_is_named, 1.0), (other_operations_are_noticed, 20.0)])
