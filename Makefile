@@ -52,8 +52,17 @@ lint: $(STAMP)
 types: $(STAMP)
 	$(BIN)/mypy src
 
+OTHER_TESTS := $(filter-out tests/unit/ tests/conformance/ tests/__pycache__/,$(wildcard tests/*/))
+
+# PyTorch's own tests sleep for most of their time, so all of them run beside the unit tests.
 pytest: $(STAMP)
+ifeq ($(strip $(PYTEST_FLAGS)),)
+	@log=$$(mktemp); $(BIN)/python -m pytest tests/conformance >$$log 2>&1 & conformance=$$!; status=0; \
+	  $(BIN)/python -m pytest tests/unit $(OTHER_TESTS) || status=1; \
+	  wait $$conformance || status=1; cat $$log; rm $$log; exit $$status
+else
 	$(BIN)/python -m pytest $(PYTEST_FLAGS)
+endif
 
 bench: $(STAMP)
 	$(BIN)/python -m iris_pg.bench

@@ -638,6 +638,24 @@ def test_the_thread_starts_when_it_is_needed_and_stops():
     assert "test engine" not in [t.name for t in threading.enumerate()]
 
 
+def test_a_thread_that_is_about_to_sleep_stops_too():
+    """Whoever stops it says so, and wakes it, between its look for work and its sleep."""
+
+    class Quiet:
+        fault = hostile = None
+
+        @property
+        def idle(self):
+            thread._stop = True
+            thread._wake.set()
+            return True
+
+    thread = EngineThread([Quiet()], keep_looking=False, name="test engine")
+    thread.wake()
+    thread._thread.join(10)
+    assert not thread._thread.is_alive()
+
+
 def test_a_producer_without_wake_is_seen_by_a_thread_that_keeps_looking():
     queue, told = new_queue(), Told()
     thread = EngineThread([queue], keep_looking=True, name="test engine")

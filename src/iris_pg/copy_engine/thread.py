@@ -68,7 +68,8 @@ class EngineThread:
                 continue
             if all(q.idle or q.fault for q in order):
                 self._wake.clear()
-                if all(q.idle or q.fault for q in order):
+                # What was said before it was cleared is seen here: that there is more to do, or that this is the end.
+                if not self._stop and all(q.idle or q.fault for q in order):
                     self._wake.wait(idle if self.keep_looking else None)
                     idle = min(2 * idle, self._IDLE_LONG_S)
                 nap = self._NAP_S
