@@ -14,7 +14,7 @@ engine, state = sys.argv[1:]
 dist.init_process_group("iris", pg_options=iris_pg.Options(engine=engine))
 rank = dist.get_rank()
 context = iris_pg.iris(1 << 20, engines=("sdma",))
-for i in range(200 if engine == "sdma" else 5):
+for i in range(50 if engine == "sdma" else 3):
     works = [dist.all_reduce(torch.ones(300) * j, async_op=True) for j in range(5)]
     works.append(dist.barrier(async_op=True))
     works.append(dist.isend(torch.ones(3), 1) if rank == 0 else dist.irecv(torch.ones(3), 0))

@@ -17,7 +17,7 @@ ENGINES = ["sdma", "cu"]
 LARGE = (1 << 20) + 3  # bytes, at least
 # Engine -> the largest tensor in bytes, and how many of the forms below each dtype and size goes through. The cu engine
 # on CPUs is an interpreter: a few milliseconds a launch, tens of megabytes a second.
-LIMITS = {"sdma": (LARGE, 16), "cu": (4099, 2)}
+LIMITS = {"sdma": (LARGE, 16), "cu": (4099, 2)}  # largest tensor in bytes, and forms of each
 CU_DTYPES_OF_A_SIZE = 1  # in groups of more ranks than a CI machine has cores, where the interpreter is slower still
 TIMEOUT_S = 100
 if os.environ.get("IRIS_PG_TEST_FULL"):  # the cu engine with all of it, a quarter of an hour
@@ -57,7 +57,10 @@ def gathers_all_dtypes(rank, world, engine, forms_of_small, forms_of_large):
             nbytes = expected.numel()
             flats[False], flats[True] = torch.empty(nbytes, dtype=torch.uint8), heap.empty(nbytes, dtype=torch.uint8)
             for i, dtype in enumerate(dtypes):
-                n = min(n_forms, forms_of_large if numel * itemsize >= LARGE else forms_of_small)
+                n = min(
+                    n_forms if world < 8 or n_forms > 2 else 1,
+                    forms_of_large if numel * itemsize >= LARGE else forms_of_small,
+                )
                 for k in range(n):
                     form = FORMS[(i * n + k) * 5 % len(FORMS)]  # 5: so that a few of them still differ in everything
                     in_place, in_heap, stacked, asynchronous = form
