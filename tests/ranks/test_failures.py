@@ -43,16 +43,24 @@ def gather_list(sizes):
     dist.all_gather([torch.zeros(n) for n in sizes], torch.zeros(sizes[dist.get_rank()]))
 
 
-def gather_to(root, size_of_rank):
+def gather_to(root, size_of_rank, asynchronous=False):
     rank = dist.get_rank()
     into = [torch.zeros(size_of_rank(root, p)) for p in range(dist.get_world_size())] if rank == root else None
-    dist.gather(torch.zeros(size_of_rank(rank, rank)), into, dst=root)
+    work = dist.gather(torch.zeros(size_of_rank(rank, rank)), into, dst=root, async_op=asynchronous)
+    if work:
+        work.wait()
 
 
 def scatter_from(root, size_of_rank):
     rank = dist.get_rank()
     parts = [torch.zeros(size_of_rank(root, p)) for p in range(dist.get_world_size())] if rank == root else None
     dist.scatter(torch.zeros(size_of_rank(rank, rank)), parts, src=root)
+
+
+def swap(size_of):
+    """``size_of[source][target]`` elements go from source to target, as this rank thinks."""
+    rank = dist.get_rank()
+    dist.all_to_all([torch.zeros(row[rank]) for row in size_of], [torch.zeros(n) for n in size_of[rank]])
 
 
 def heap_gather(n):
@@ -94,6 +102,16 @@ DIFFERENT = {
         lambda: gather_to(0, lambda me, p: 0),
         lambda: gather_to(0, lambda me, p: 8),
     ),
+    "nothing expected by gather": (
+        lambda: gather_to(0, lambda me, p: 8),
+        lambda: gather_to(0, lambda me, p: 0 if me == 0 and p == 1 else 8),
+    ),
+    "sizes of gather, asynchronous": (
+        lambda: gather_to(0, lambda me, p: 8, asynchronous=True),
+        lambda: gather_to(0, lambda me, p: 7 if me == 0 and p == 1 else 8, asynchronous=True),
+    ),
+    # Both ranks send to each other; one of the two expects another size than comes.
+    "sizes of all_to_all": (lambda: swap([[4, 4, 4]] * 3), lambda: swap([[4, 4, 4], [4, 4, 5], [4, 4, 4]])),
 }
 
 
@@ -106,23 +124,8 @@ def calls_differently(rank, world, case, engine):
     return kind, text, seconds, told(dist.barrier)
 
 
-# Sizes that only two ranks know of are in the tags of the sdma engine's mailboxes; the cu engine's flags are counters.
-KNOWN_TO_TWO = [case for case in DIFFERENT if case.startswith(("sizes of gather", "sizes of scatter", "nothing sent"))]
-
-
-@pytest.mark.parametrize(
-    ("engine", "case"),
-    [
-        pytest.param(
-            *(engine, case),
-            marks=[pytest.mark.xfail(reason="not noticed by the cu engine")]
-            if engine == "cu" and case in KNOWN_TO_TWO
-            else [],
-        )
-        for engine in ENGINES
-        for case in DIFFERENT
-    ],
-)
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("case", DIFFERENT)
 def test_ranks_that_call_differently_are_all_told(ranks, case, engine):
     options = dict(engine=engine, chunk_bytes=1024)
     for rank, (kind, text, seconds, then) in enumerate(
@@ -136,6 +139,111 @@ def test_ranks_that_call_differently_are_all_told(ranks, case, engine):
         assert then[0] == ClosedError.__name__, then
         assert "has failed before" in then[1]
         assert then[2] < 1
+
+
+def sees_another_size(rank, world):
+    return told(lambda: gather_to(0, lambda me, p: 7 if me == 0 and p == 1 else 8))
+
+
+def test_who_sends_and_who_expects_what_is_said(ranks):
+    """By the cu engine, where ranks tell each other more than a tag."""
+    (kind, text, _), *_ = ranks(3).run(sees_another_size, options=dict(engine="cu"), group_timeout_s=20)
+    assert kind == MismatchError.__name__
+    assert "they disagree on the size of a message: rank 0 expects 28 bytes from rank 1, which sends 32;" in text, text
+    assert "in gather torch.float32 to rank 0 [" in text, text
+
+
+def reduces_another_dtype(rank, world, asynchronous):
+    tensor = torch.ones(8, dtype=torch.int32 if rank == 1 else torch.float32)
+    work = dist.all_reduce(tensor, async_op=asynchronous)
+    if work:
+        work.wait()
+
+
+def fails_and_tries_again(rank, world, asynchronous):
+    first = told(lambda: reduces_another_dtype(rank, world, asynchronous))
+    return first, [told(lambda: gather(8)), told(lambda: gather(8, asynchronous=True)), told(dist.barrier)]
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_another_dtype_of_the_same_size_is_told_by_the_operation_itself(ranks, asynchronous, engine):
+    """As many bytes come, so no wait lasts; and every later call says what the group failed with."""
+    for (kind, text, seconds), later in ranks(3).run(
+        fails_and_tries_again, asynchronous, options=dict(engine=engine), group_timeout_s=20
+    ):
+        assert kind == MismatchError.__name__, text
+        assert "different operations" in text and re.search(r"rank \d", text), text
+        assert seconds < 5, text
+        for then, then_text, then_seconds in later:
+            assert then == ClosedError.__name__, then_text
+            assert "has failed before" in then_text and "different operations" in then_text, then_text
+            assert then_seconds < 1
+
+
+MANY = 40  # operations in flight: more than those of which ranks tell
+
+
+def begins_many(rank, world, wrong, what):
+    """Rank 1 waits for each operation, where the others begin all at once. Number ``wrong`` is another one there."""
+
+    def begin(i):
+        is_wrong = i == wrong and rank == 1
+        if what == "dtypes":
+            tensor = torch.ones(8, dtype=torch.int32 if is_wrong else torch.float32)
+            return dist.all_reduce(tensor, async_op=True)
+        rows = [[2 + (p + q + i) % 3 for q in range(world)] for p in range(world)]
+        if is_wrong and what == "sizes":
+            rows[2][1] += 1
+        if i == wrong and what == "nothing":
+            rows[2][1] = 3 if rank == 1 else 0  # it waits for what nobody sends
+        outs, ins = [torch.zeros(row[rank]) for row in rows], [torch.zeros(n) for n in rows[rank]]
+        return dist.all_to_all(outs, ins, async_op=True)
+
+    def all_of_it():
+        works = []
+        for i in range(MANY):
+            works.append(begin(i))
+            if rank == 1:
+                works[-1].wait()
+        for work in works:
+            work.wait()
+        dist.barrier()
+
+    return told(all_of_it), told(dist.barrier)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("what", ["dtypes", "sizes", "nothing"])
+@pytest.mark.parametrize("wrong", [0, MANY - 1])
+def test_a_mismatch_among_many_operations_in_flight_is_told(ranks, wrong, what, engine):
+    for (kind, text, _), (then, _, _) in ranks(3).run(
+        begins_many, wrong, what, options=dict(engine=engine), group_timeout_s=20
+    ):
+        assert kind in (MismatchError.__name__, ClosedError.__name__), text  # closed: while it still began some
+        assert "different operations" in text, text
+        assert then == ClosedError.__name__
+
+
+def exchanges_many(rank, world):
+    """Sizes that change, nothing sometimes, and many in flight: no rank finds a difference that there is not."""
+    for asynchronous in (False, True):
+        works = []
+        for i in range(MANY if asynchronous else 10):
+            rows = [[(p + 2 * q + i) % 4 for q in range(world)] for p in range(world)]
+            ins = [torch.full((n,), 100 * i + 10 * rank + q) for q, n in enumerate(rows[rank])]
+            outs = [torch.zeros(row[rank], dtype=torch.int64) for row in rows]
+            work = dist.all_to_all(outs, ins, async_op=asynchronous)
+            works.append((i, rows, outs, work))
+        for i, rows, outs, work in works:
+            if work:
+                work.wait()
+            assert [t.tolist() for t in outs] == [[100 * i + 10 * p + rank] * rows[p][rank] for p in range(world)]
+    dist.barrier()
+
+
+def test_sizes_that_agree_are_taken_to_agree(ranks):
+    ranks(3).run(exchanges_many, options=dict(engine="cu"))
 
 
 def allocates_differently(rank, world):
