@@ -93,7 +93,7 @@ def test_operations_that_a_peer_has_not_begun_are_not_compared(group):
         group[1].watch.ended(2, ("c", 1))
 
 
-def test_a_rank_whose_operation_has_ended_well_says_nothing_of_the_next_one(group):
+def test_an_operation_that_has_ended_well_is_not_blamed_for_the_next_one(group):
     """A difference further on is not this operation's fault."""
     for rank in group:
         rank.begin(("a", 1))
