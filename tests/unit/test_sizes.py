@@ -107,6 +107,16 @@ def test_a_rank_with_many_operations_in_flight_still_knows_its_own(sizes):
     assert sizes[1].difference(0, 1) is None
 
 
+def test_what_a_rank_has_done_is_still_compared_when_its_peer_comes_to_it(sizes):
+    """What only sends ends before its receiver begins."""
+    for sequence in range(1, 6):
+        sizes[0].tell(sequence, flow(0, nbytes(sequence)), oldest=sequence)
+    sizes[1].tell(1, flow(1, nbytes(1), (0, 4321)), oldest=1)
+    said = f"{nbytes(1)(0, 1)}"
+    assert sizes[0].difference(1, 1) == f"rank 0 sends {said} bytes to rank 1, which expects 4321"
+    assert sizes[1].difference(0, 1) == f"rank 1 expects 4321 bytes from rank 0, which sends {said}"
+
+
 def test_who_has_not_begun_an_operation_does_not_differ_in_it(sizes):
     sizes[0].tell(1, flow(0, nbytes(1)), oldest=1)
     assert not differences(sizes, 1)
