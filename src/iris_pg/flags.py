@@ -41,6 +41,7 @@ _KINDS = (
 )
 DESCRIPTION_BYTES = 256
 HISTORY = 32  # operations of which a rank tells
+_SIZES_BYTES = 3 * 8  # that a rank tells a peer about the sizes of one operation
 
 
 class ControlPage:
@@ -51,6 +52,9 @@ class ControlPage:
         failure: uint64 x world, ``failure(p)`` is written by rank p when it gives up: the lost rank + 1.
         history: uint64 x HISTORY, word s mod HISTORY: the low half of sequence number s, and in the low half of the
             word a digest of the operations 1..s.
+        sizes: uint64 x 3 x HISTORY x world, ``sizes(p, s)`` is for rank p: the low half of s, and in the low half of
+            the word a checksum of the sizes that this rank and p have told each other in the operations 1..s; bytes
+            that this rank sends to p in operation s; bytes that it expects from p.
         description: what this rank waits for: uint64 sequence number, uint32 length, UTF-8 text.
         nbytes: size of the page, a multiple of 4096.
     """
@@ -65,6 +69,7 @@ class ControlPage:
         self.sequence, at = at, at + LINE
         self._failure, at = at, at + world * LINE
         self.history, at = at, at + 8 * HISTORY
+        self._sizes, at = at, at + world * HISTORY * _SIZES_BYTES
         self.description, at = at, at + DESCRIPTION_BYTES
         self.nbytes = -(-at // 4096) * 4096
 
@@ -111,6 +116,10 @@ class ControlPage:
     def failure(self, peer: int) -> int:
         """Offset of the word in which ``peer`` says that it has given up."""
         return self._failure + peer * LINE
+
+    def sizes(self, peer: int, sequence: int) -> int:
+        """Offset of what the page's rank tells ``peer`` about the sizes of operation ``sequence``."""
+        return self._sizes + (peer * HISTORY + sequence % HISTORY) * _SIZES_BYTES
 
     def initial(self) -> dict[int, int]:
         """Return offset -> value of every flag that does not start at 0: the credits."""

@@ -4,7 +4,8 @@ tensors.
 An operation is given to :meth:`Transport.run` as a key and a builder. The program of a key is built, encoded and cached
 the first time; afterwards a call writes its packets into the ring, fills in the tensors' addresses, and executes them.
 
-Mailboxes carry a tag made from the operation's key, so a rank in another operation is noticed; watch.py names it.
+Mailboxes carry a tag made from the operation's key, so a rank in another operation is noticed; watch.py names it. The
+flags of the cu engine are counters, so there watch.py compares at the end of every operation.
 """
 
 from __future__ import annotations
@@ -80,7 +81,7 @@ class Transport:
         if self.direct_bytes:
             self._neighbours = Neighbours(links)
             self.direct_bytes *= self._neighbours.is_readable
-        self.watch = watch = Watch(self.heap, self._done)
+        self.watch = watch = Watch(self.heap, self._done, tells_sizes=self.engine == "cu")
         self._is_fork = False
         self._lock = threading.RLock()  # operations are numbered and submitted in one order
         self._programs: OrderedDict[tuple[Key, Any, int], list[Batch]] = OrderedDict()
@@ -150,10 +151,13 @@ class Transport:
                 local, self._barriers = self._barriers % 2, self._barriers + 1
             queue, thread = self.queue, self._thread  # close() takes them away
             if self._kernels:
-                exchanges = self._launches(flow(key, local), names, addresses)
+                assert watch.sizes
+                made = flow(key, local)
+                exchanges = self._launches(made, names, addresses)
+                watch.sizes.tell(sequence, made, oldest=watch.current()[0])
                 watch.submitting(key)
                 watch.submitted(self._kernels.submitted + 1)
-                job = self._kernels.submit(exchanges, completion)
+                job = self._kernels.submit(exchanges, completion, lambda: watch.ended(sequence, key))
             else:
                 assert queue
                 slot = sequence % SLOTS
@@ -185,7 +189,7 @@ class Transport:
             return Flow("barrier", tuple(Part(p, 8, here) for p in peers), receives)
 
         sequence = self.run(BARRIER, None, flow, work=work, program=barrier)
-        if work is None:
+        if work is None and self.queue:  # the other engine compares at the end of every operation
             try:
                 self.watch.compare(sequence, BARRIER)
             except MismatchError as error:

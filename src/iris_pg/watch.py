@@ -16,6 +16,7 @@ from iris_pg.errors import ClosedError, DeadlineError, IrisError, MismatchError,
 from iris_pg.flags import DESCRIPTION_BYTES, HISTORY
 from iris_pg.memory.heap import SymmetricHeap
 from iris_pg.platforms.atomics import atomics
+from iris_pg.sizes import Sizes
 
 _TAGS = 4096  # most tags that are kept
 _LONGEST = DESCRIPTION_BYTES - 16  # most characters of a text that peers read
@@ -31,14 +32,16 @@ class Watch:
     Args:
         heap: its control pages are read and written; they lie in memory of the host.
         done: returns the index before which the engine has executed everything.
+        tells_sizes: whether the engine's own flags do not tell a rank that a peer's message has another size.
 
     Attributes:
         sequence: number of operations begun.
         failure: what the group failed with.
         culprit: the rank that is gone, if that is why it failed.
+        sizes: what ranks tell each other about the sizes of their messages, if they do.
     """
 
-    def __init__(self, heap: SymmetricHeap, done: Callable[[], int]) -> None:
+    def __init__(self, heap: SymmetricHeap, done: Callable[[], int], tells_sizes: bool = False) -> None:
         self.heap, self.links, self.rank, self.world = heap, heap.links, heap.rank, heap.world
         self.page, self._done = heap.control, done
         self.sequence = 0
@@ -46,7 +49,8 @@ class Watch:
         self.culprit: int | None = None
         self._digest = 0  # of all operations so far
         self._tags: dict[Key, int] = {}
-        self._in_flight: deque[tuple[int, int, Key]] = deque()  # (end index, sequence number, key)
+        self.sizes = Sizes(heap) if tells_sizes else None
+        self._in_flight: deque[tuple[int, int, Key, int]] = deque()  # (end index, sequence number, key, digest)
         ops = atomics()
         self._load32, self._load64, self._store64 = ops.load32, ops.load64, ops.store64
         self._sequence_at = heap.base + self.page.sequence
@@ -78,20 +82,28 @@ class Watch:
 
     def submitting(self, key: Key) -> None:
         """Note that the operation begun last is being submitted to the engine."""
-        self._in_flight.append((1 << 63, self.sequence, key))
+        self._in_flight.append((1 << 63, self.sequence, key, self._digest))
 
     def submitted(self, index: int) -> None:
         """Note at which index of the engine it is done."""
-        _, sequence, key = self._in_flight[-1]
-        self._in_flight[-1] = (index, sequence, key)
+        self._in_flight[-1] = (index, *self._in_flight[-1][1:])
 
     def current(self) -> tuple[int, Key]:
         """Return the first operation that is not done, or what is said when there is none."""
         done = self._done()
-        for end, sequence, key in list(self._in_flight):
+        for end, sequence, key, _ in list(self._in_flight):
             if end > done:
                 return sequence, key
         return self.sequence, ("nothing",)
+
+    def ended(self, sequence: int, key: Key) -> None:
+        """Raise when an operation has ended here, but was another one on a peer. For an engine whose flags do not say
+        what has come.
+
+        A peer that has not begun it is not looked at; it finds the difference itself, at its own end.
+        """
+        self.say(sequence, key)
+        self.compare(sequence, key)
 
     # When a wait takes long -------------------------------------------------------------------------------------------
 
@@ -121,11 +133,25 @@ class Watch:
         word = self._load64(self.heap.bases[peer] + self.page.history + 8 * (sequence % HISTORY))
         return word & 0xFFFFFFFF if word >> 32 == sequence & 0xFFFFFFFF else None
 
+    def _noted_here(self, sequence: int) -> int | None:
+        """Return the same of this rank, of any operation in flight: there may be more than HISTORY."""
+        for _, number, _, digest in list(self._in_flight):
+            if number == sequence:
+                return digest
+        return self._noted(self.rank, sequence)
+
+    def _last_in_common(self, peer: int, sequence: int) -> int:
+        """Return the last operation up to ``sequence`` that ``peer`` has begun too; or, when it is so far ahead that
+        it no longer tells of it, the last that both have begun.
+        """
+        begun = self.begun(peer)
+        return min(self.sequence if begun >= sequence + HISTORY else sequence, begun)
+
     def compare(self, sequence: int, key: Key) -> None:
         """Raise when a peer's operations up to ``sequence`` were not those of this rank."""
         for peer in range(self.world):
-            last = min(sequence, self.begun(peer))  # that both have begun
-            mine, theirs = self._noted(self.rank, last), self._noted(peer, last)
+            last = self._last_in_common(peer, sequence)
+            mine, theirs = self._noted_here(last), self._noted(peer, last)
             if last and None not in (mine, theirs) and mine != theirs:
                 said = self._said(peer)
                 other = said[1] if said and said[0] == sequence else "another"
@@ -134,6 +160,12 @@ class Watch:
                 raise MismatchError(
                     f"ranks are in different operations: rank {self.rank} in {text_of(key)}, rank {peer} in {other}; "
                     "every rank calls the same operations with the same sizes and dtypes in the same order "
+                    f"{self.where(sequence, key)}"
+                )
+            if self.sizes and (difference := self.sizes.difference(peer, last)):
+                raise MismatchError(
+                    f"ranks are in different operations: they disagree on the size of a message: {difference}; its "
+                    f"receiver expects as many bytes as its sender sends, in {text_of(key)} "
                     f"{self.where(sequence, key)}"
                 )
 

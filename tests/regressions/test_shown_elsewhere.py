@@ -28,7 +28,7 @@ SHOWN = {
         "ranks/test_all_gather.py::test_every_dtype_size_and_form_is_what_gloo_gathers",
     ],
     "pytorch #190977: ranks allocate in different orders": [
-        "ranks/test_failures.py::test_ranks_that_allocate_differently_are_all_told",
+        "ranks/test_mismatches.py::test_ranks_that_allocate_differently_are_all_told",
     ],
     "sglang #36943: an exchange of handles never times out": [
         "ranks/test_failures.py::test_a_rank_that_is_killed_in_set_up_is_named_by_all_others",

@@ -208,10 +208,7 @@ def disagrees_about_a_split(rank, world):
         return str(error)
 
 
-@pytest.mark.parametrize(
-    "engine",
-    ["sdma", pytest.param("cu", marks=pytest.mark.xfail(reason="sizes that two ranks know are not in cu's flags"))],
-)
+@pytest.mark.parametrize("engine", ENGINES)
 def test_pytorch_146468_splits_that_two_ranks_disagree_about(ranks, engine):
     options = dict(engine=engine)
     for text in ranks(2).run(disagrees_about_a_split, options=options, timeout_s=20, group_timeout_s=8):
@@ -308,13 +305,12 @@ def has_another_dtype(rank, world):
     tensor = torch.ones(8, dtype=torch.float32 if rank == 0 else torch.int32)
     try:
         dist.all_reduce(tensor)
-        dist.barrier()  # flags of engine cu say that bytes have come, not what they are
     except MismatchError as error:
         return str(error)
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-def test_pytorch_150248_another_dtype_on_another_rank_is_told_by_the_next_barrier(ranks, engine):
+def test_pytorch_150248_another_dtype_on_another_rank_is_told_at_once(ranks, engine):
     for text in ranks(2).run(has_another_dtype, options=dict(engine=engine), group_timeout_s=10):
         assert text and "different operations" in text, text
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 import rank_pool
 from iris_pg.errors import ArgumentError, ClosedError, HeapExhaustedError
-from iris_pg.flags import ControlPage
+from iris_pg.flags import HISTORY, ControlPage
 from iris_pg.memory.allocator import ALIGNMENT, Allocator, align_up
 from iris_pg.memory.heap import SymmetricHeap, extent_bytes
 from iris_pg.memory.sharing import Links
@@ -120,10 +120,15 @@ def test_flags_do_not_share_cache_lines_and_know_their_names(world):
         assert offset % 64 == 0
         assert page.name(offset) == name
         assert page.name(offset + 4) is None
-    words = [page.sequence, *(page.failure(peer) for peer in range(world)), page.history, page.description]
+    words = [page.sequence, *(page.failure(peer) for peer in range(world))]
+    words += [page.history + 8 * i for i in range(HISTORY)]
+    words += [page.sizes(peer, i) + 8 * k for peer in range(world) for i in range(HISTORY) for k in range(3)]
+    words.append(page.description)
     assert not set(words) & set(flags)
     assert sorted(set(words)) == sorted(words)
     assert all(page.name(word) is None and word % 8 == 0 for word in words)
+    assert len(set(words)) == len(words)
+    assert all(page.sizes(0, i + HISTORY) == page.sizes(0, i) for i in range(HISTORY))
     assert max(*words, *flags) < page.nbytes
     assert page.nbytes % 4096 == 0
     credits = {offset for offset, (name, _) in flags.items() if name.startswith(("free", "drained"))}

@@ -44,6 +44,7 @@ LAYERS = {
     "device_messages": 7,
     "device_watchdog": 7,
     "device_transport": 7,
+    "sizes": 7,
     "watch": 7,
     "operations": 7,
     "context": 7,

@@ -45,6 +45,7 @@ class Job:
 
     exchanges: Sequence[Exchange]
     pending: Completion | None
+    ended: Callable[[], None] | None
     done: threading.Event = field(default_factory=threading.Event)
     error: BaseException | None = None
 
@@ -96,8 +97,15 @@ class KernelEngine:
         self.submitted = 0
         self.completed = 0
 
-    def submit(self, exchanges: Exchange | Sequence[Exchange], pending: Completion | None = None) -> Job:
-        """Execute launches after those before them, on the engine's thread; ``pending`` is told when all are done."""
+    def submit(
+        self,
+        exchanges: Exchange | Sequence[Exchange],
+        pending: Completion | None = None,
+        ended: Callable[[], None] | None = None,
+    ) -> Job:
+        """Execute launches after those before them, on the engine's thread; ``pending`` is told when all are done.
+        Before that ``ended`` is called, if they ended well; what it raises makes the engine failed.
+        """
         if self.fault:
             raise self.fault
         if self._thread is None:
@@ -105,7 +113,7 @@ class KernelEngine:
             self._watchdog = threading.Thread(target=self._watch, name=f"{self.name} watchdog", daemon=True)
             self._thread.start()
             self._watchdog.start()
-        job = Job([exchanges] if isinstance(exchanges, Exchange) else exchanges, pending)
+        job = Job([exchanges] if isinstance(exchanges, Exchange) else exchanges, pending, ended)
         self.submitted += 1
         self._jobs.put(job)
         return job
@@ -160,6 +168,8 @@ class KernelEngine:
                 self._running.set()
                 for exchange in job.exchanges:
                     self._launch(exchange)
+                if job.ended and self.fault is None:
+                    job.ended()
             except BaseException as error:
                 self.fail(error)
             finally:
