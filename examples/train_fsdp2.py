@@ -5,6 +5,7 @@ torchrun --nproc-per-node 2 examples/train_fsdp2.py --compare gloo
 """
 
 import argparse
+import gc
 
 import text
 import torch.distributed as dist
@@ -30,4 +31,6 @@ text.report(curves)
 if dist.get_rank() == 0 and args.backend == "iris" and args.heap:
     pool = dist.group.WORLD.pool
     print(f"buffers in the heap: {pool.blocks} blocks, {pool.nbytes / 2**20:.1f} MiB a rank")
+gc.collect()
 dist.destroy_process_group()
+gc.collect()  # what else holds a gloo group lets go: its threads abort the process when they outlive the interpreter
