@@ -280,6 +280,7 @@ class Elsewhere:
     def __init__(self):
         self.nbytes = 8 << 30
         self.memory = cpu.Reservation(2 * self.nbytes)
+        self.device = torch.device("cpu")
         self.rank, self.base, self.links = 0, self.memory.address, SimpleNamespace(group="g")
         self.bases = [self.base, self.base + self.nbytes]
 
@@ -293,7 +294,8 @@ def test_a_large_put_is_split_without_a_gap(nbytes):
     heap = Elsewhere()
     tensor = heap.memory.tensor(0, heap.nbytes)
     at = 64
-    for packet in Encoder(heap).put("put", tensor[64 : 64 + nbytes], 1, tensor[640 : 640 + nbytes]):
+    (call,) = Encoder(heap).put("put", tensor[64 : 64 + nbytes], 1, tensor[640 : 640 + nbytes])
+    for packet in call.packets():
         copy = decoder.decode(packet, 0, len(packet))
         assert (copy.src, copy.dst) == (heap.bases[0] + at, heap.bases[1] + at + 576)
         assert copy.nbytes <= 0x3FFFFFE0

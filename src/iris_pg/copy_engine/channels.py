@@ -10,6 +10,7 @@ import random
 import threading
 from collections.abc import Sequence
 
+from iris_pg.copy_engine.calls import Call
 from iris_pg.copy_engine.patience import Patience
 from iris_pg.copy_engine.ring import Context, Ring
 from iris_pg.copy_engine.software import Queue
@@ -43,8 +44,9 @@ class Channels:
         self._thread = EngineThread(list(self._queues.values()), keep_looking=True, name=name)
         self._thread.wake()
 
-    def submit(self, op: str, to_rank: int, channel: int, packets: Sequence[bytes], wait: bool) -> None:
-        """Write ``packets`` into a queue and ring its doorbell; with ``wait``, return when they have been executed.
+    def submit(self, op: str, to_rank: int, channel: int, calls: Sequence[Call], wait: bool) -> None:
+        """Write the packets of ``calls`` into a queue and ring its doorbell; with ``wait``, return when they have been
+        executed.
 
         Packets that fit one batch (a quarter of the ring) are reserved together; more go in several batches, in order.
 
@@ -58,7 +60,7 @@ class Channels:
                 f"{op}: the queue to rank {to_rank} on channel {channel} has failed before and takes nothing more; use "
                 f"another channel or a new context. It failed with: {queue.fault} {self._where()}"
             )
-        batches = _batches(packets, queue.ring.largest_batch)
+        batches = _batches([packet for call in calls for packet in call.packets()], queue.ring.largest_batch)
         if not batches:
             return
         end = queue.submit(batches)

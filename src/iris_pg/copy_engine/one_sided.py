@@ -1,6 +1,7 @@
-"""One-sided transfers as packets: checks the arguments of put, put_tile and put_tiles and encodes them. Moves nothing.
+"""One-sided transfers as calls: checks the arguments of put, put_tile and put_tiles, and says what an engine is to do
+for them. Moves nothing.
 
-The packets of a transfer, in this order: POLL_REGMEM on the local flag, the copies, ATOMIC ADD on the remote flag.
+The calls of a transfer, in this order: a poll of the local flag, the copies, an addition to the remote flag.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from iris_pg import arguments
-from iris_pg.copy_engine import packets
+from iris_pg.copy_engine.calls import Call, Increase, Linear, Poll
 from iris_pg.copy_engine.tile import Tile
 from iris_pg.errors import ArgumentError, UnsupportedError, where
 from iris_pg.memory.heap import SymmetricHeap, address_of
@@ -23,7 +24,7 @@ Tensor = torch.Tensor
 
 
 class Encoder:
-    """Encodes transfers within one heap.
+    """Makes the calls of transfers within one heap.
 
     Every method that takes ``op``, the name of the user's call, raises ArgumentError that begins with it.
     """
@@ -33,8 +34,8 @@ class Encoder:
         # How far the heap of each rank is from this rank's own, as mapped here.
         self._shifts = [base - heap.base for base in heap.bases]
 
-    def put(self, op: str, source: Tensor, to_rank: int, target: Tensor | None) -> list[bytes]:
-        """Return the packets that copy a tensor to where ``target``, or the tensor itself, lies on ``to_rank``."""
+    def put(self, op: str, source: Tensor, to_rank: int, target: Tensor | None) -> list[Call]:
+        """Return the calls that copy a tensor to where ``target``, or the tensor itself, lies on ``to_rank``."""
         src, nbytes = self._in_heap(op, "from_tensor", source)
         dst = src
         if target is not None:
@@ -52,10 +53,10 @@ class Encoder:
                 f"{op}: to_tensor begins {dst - src} bytes from from_tensor, of {nbytes} bytes: they overlap in "
                 "part; on the same rank they are the same or apart"
             )
-        return packets.copy_linear_split(dst=dst, src=src, nbytes=nbytes)
+        return [Linear(dst, src, nbytes)]
 
-    def tiles(self, op: str, to_rank: int, data_size: int, lists: Mapping[str, Sequence[int]]) -> list[bytes]:
-        """Return the packets of several tiles.
+    def tiles(self, op: str, to_rank: int, data_size: int, lists: Mapping[str, Sequence[int]]) -> list[Call]:
+        """Return the calls for several tiles.
 
         Args:
             lists: one number for each tile: addresses of source and destination, heights, widths, strides of source and
@@ -64,16 +65,16 @@ class Encoder:
         if len({len(numbers) for numbers in lists.values()}) > 1:
             told = ", ".join(f"{len(numbers)} {name}" for name, numbers in lists.items())
             raise self._wrong(f"{op}: lists of different lengths: {told}; each has one entry for each tile")
-        encoded = []
+        tiles: list[Call] = []
         for i, numbers in enumerate(zip(*lists.values(), strict=True)):
             which = f"{op}: tile {i}" if op == "put_tiles" else op
             tile = self._tile(which, self._shifts[to_rank], data_size, *numbers)
             if tile:
-                encoded.append(tile.packet())
-        return encoded
+                tiles.append(tile)
+        return tiles
 
-    def wait(self, op: str, flag: Tensor | int | None, value: int | None) -> list[bytes]:
-        """Return the packets that wait for ``flag >= value``; a flag that is an address is a 32-bit one."""
+    def wait(self, op: str, flag: Tensor | int | None, value: int | None) -> list[Call]:
+        """Return the calls that wait for ``flag >= value``; a flag that is an address is a 32-bit one."""
         if flag is None and value is None:
             return []
         if flag is None or value is None:
@@ -88,10 +89,10 @@ class Encoder:
             raise self._wrong(
                 f"{op}: wait_value={value}; it takes 0..2**32-1: the low 32 bits of a flag are compared, unsigned"
             )
-        return [packets.poll_regmem(address, value)]
+        return [Poll(address, value)]
 
-    def signal(self, op: str, flag: Tensor | int | None, value: int, to_rank: int) -> list[bytes]:
-        """Return the packets that add ``value`` to ``to_rank``'s flag.
+    def signal(self, op: str, flag: Tensor | int | None, value: int, to_rank: int) -> list[Call]:
+        """Return the calls that add ``value`` to ``to_rank``'s flag.
 
         Args:
             flag: this rank's tensor at the place of the flag, or the address of a 32-bit flag in ``to_rank``'s heap.
@@ -109,15 +110,16 @@ class Encoder:
         bits = 8 * width_bytes
         if not -(1 << (bits - 1)) <= value < 1 << bits:
             raise self._wrong(f"{op}: signal_value={value} does not fit the {bits} bits of the flag")
-        return [packets.atomic(address, packets.AtomicOp.ADD, value & ((1 << bits) - 1), width_bytes=width_bytes)]
+        return [Increase(address, value & ((1 << bits) - 1), bits)]
 
     # ------------------------------------------------------------------------------------------------------------------
 
     def _in_heap(self, op: str, name: str, tensor: Tensor) -> tuple[int, int]:
         """Return the address and the number of bytes of a tensor that may be put."""
         arguments.check_tensor(op, name, tensor)
-        if tensor.device.type != "cpu":
-            raise UnsupportedError(f"{op}: {name} is on {tensor.device}; a context's heap is of CPU memory")
+        if tensor.device != self._heap.device:
+            place = "of CPU memory" if self._heap.device.type == "cpu" else f"on {self._heap.device}"
+            raise UnsupportedError(f"{op}: {name} is on {tensor.device}; the context's heap is {place}")
         if not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
             raise self._wrong(
                 f"{op}: {name} of size {tuple(tensor.size())} and stride {tensor.stride()} is not contiguous, or is a "

@@ -76,9 +76,9 @@ class Tile:
                 return True
         return False
 
-    def packet(self) -> bytes:
-        """Return the sub-window packet that copies it."""
-        return packets.copy_sub_window(
+    def packets(self) -> list[bytes]:
+        """Return the packets that copy it: one sub-window."""
+        packet = packets.copy_sub_window(
             dst=self.dst,
             src=self.src,
             width_bytes=self.width_bytes,
@@ -86,3 +86,4 @@ class Tile:
             dst_pitch_bytes=self.dst_pitch_bytes,
             src_pitch_bytes=self.src_pitch_bytes,
         )
+        return [packet]

@@ -1,0 +1,114 @@
+"""The queues of one rank's one-sided transfers on AMD GPUs, through rocm-xio: one to each rank of the group.
+
+Transfers to one rank run in order. rocm-xio has one queue for each pair of GPUs, so there is one channel.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from iris_pg.copy_engine.calls import Call
+from iris_pg.copy_engine.ring import Context
+from iris_pg.copy_engine.xio import Library
+from iris_pg.copy_engine.xio_queue import Words, XioQueue
+from iris_pg.errors import ArgumentError, ClosedError, IrisError, where
+from iris_pg.memory.heap import SymmetricHeap
+
+_abandoned: list[Any] = []  # memory that an engine may still use: it stays for as long as the process
+
+
+class XioChannels:
+    """Queues from this rank to every rank of the group, itself included.
+
+    Args:
+        library: rocm-xio.
+        heap: where transfers read and write; its links name the group.
+        devices: the GPU of each rank, as the library counts them, by rank.
+        words: memory for each queue, by rank.
+        timeout_s: deadline of every wait.
+
+    Raises:
+        UnsupportedError: two ranks share a GPU, a queue is in use, or the library does not do what it says.
+    """
+
+    def __init__(
+        self, library: Library, heap: SymmetricHeap, devices: Sequence[int], words: Sequence[Words], timeout_s: float
+    ) -> None:
+        self._heap, self._library, self._devices = heap, library, devices
+        self._closed: IrisError | None = None
+        self._queues: list[XioQueue] = []
+        try:
+            for peer in range(heap.world):
+                name = f"{heap.links.group}/{heap.rank}->{peer}"
+                pair = devices[heap.rank], devices[peer]
+                self._queues.append(XioQueue(library, *pair, words[peer], timeout_s, name, self._check))
+        except BaseException:
+            for queue in self._queues:
+                queue.close()
+            raise
+
+    def submit(self, op: str, to_rank: int, channel: int, calls: Sequence[Call], wait: bool) -> None:
+        """Put calls into a queue; with ``wait``, return when they have landed.
+
+        Raises:
+            ArgumentError: no such channel. ClosedError: the queue has failed before.
+            DeadlineError, QueueError: a wait took too long, or the library refuses a call; with a dump of the queue.
+        """
+        self._check_channel(op, channel)
+        queue = self._queues[to_rank]
+        if queue.fault:
+            raise self._closed or ClosedError(
+                f"{op}: the queue to rank {to_rank} has failed before and takes nothing more, in this process. It "
+                f"failed with: {queue.fault} {self._where()}"
+            )
+        if not calls:
+            return
+        end = queue.submit(calls)
+        if wait:
+            queue.wait(end)
+
+    def quiet(self, to_rank: int | None, channel: int) -> None:
+        """Return when what was submitted before, to ``to_rank`` or to all ranks, has landed.
+
+        Raises:
+            DeadlineError, QueueError: what a transfer failed with.
+        """
+        self._check_channel("quiet", channel)
+        queues = self._queues if to_rank is None else [self._queues[to_rank]]
+        for queue, end in [(queue, queue.told) for queue in queues]:
+            queue.wait(end)
+
+    def contexts(self) -> list[Context]:
+        """Return what device code needs to write into queues of its own to each rank, by rank."""
+        mine = self._devices[self._heap.rank]
+        return [Context(*self._library.device_context(mine, device)) for device in self._devices]
+
+    def close(self, error: IrisError) -> None:
+        """Wait for what is under way, for a second. Where that is not enough, the memory stays mapped for good, as an
+        engine cannot be told to stop.
+        """
+        self._closed = error
+        ended = [queue.close() for queue in self._queues]
+        if not all(ended):
+            _abandoned.extend(self._heap.bytes_at(rank, 0, 1) for rank in range(self._heap.world))
+            _abandoned.append(self)
+
+    # ------------------------------------------------------------------------------------------------------------------
+
+    def _check(self) -> None:
+        if self._closed:
+            raise self._closed
+
+    def _check_channel(self, op: str, channel: int) -> None:
+        if channel != 0 or isinstance(channel, bool):
+            raise ArgumentError(
+                f"{op}: channel={channel!r}; on AMD GPUs it is 0, as rocm-xio has one queue for each pair of GPUs "
+                f"{self._where()}"
+            )
+
+    def _where(self) -> str:
+        return where(group=self._heap.links.group, rank=self._heap.rank)
+
+
+__all__ = ["XioChannels"]
