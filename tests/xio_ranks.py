@@ -41,9 +41,7 @@ class XioTransport(Transport):
 
     def __init__(self, links, options, timeout_s, fake):
         super().__init__(links, options, timeout_s)
-        software, thread = self.queue, self._thread
-        thread.close()
-        software.close(IrisError("not used"))
+        self._thread.close()  # of the software engine, whose queue nobody uses
         self.queue = Stream(self, fake, timeout_s)
         self._thread = SimpleNamespace(wake=lambda: None, close=self.queue.stop)
 

@@ -15,11 +15,13 @@ from iris_pg.collectives import message
 from iris_pg.collectives.build import build
 from iris_pg.collectives.flow import Flow, Fold
 from iris_pg.collectives.setting import Setting
+from iris_pg.copy_engine.calls import fits, with_unit_tags
 from iris_pg.copy_engine.stream import bind, lower
 from iris_pg.device_page import DevicePage
+from iris_pg.device_queues import DeviceQueues
 from iris_pg.flags import MAIL_SLOTS, SLOTS
 from iris_pg.memory.heap import SymmetricHeap
-from iris_pg.platforms import cuda
+from iris_pg.platforms import gpu
 from iris_pg.program import Program, Ref
 from iris_pg.watch import Key, tag_of
 
@@ -39,7 +41,7 @@ class Prepared:
 
     __slots__ = ("_calls", "_end", "program")
 
-    def __init__(self, program: Program, calls: Sequence[cuda.Launch], end: cuda.FlagCalls) -> None:
+    def __init__(self, program: Program, calls: Sequence[gpu.Launch], end: gpu.FlagCalls) -> None:
         self.program, self._calls, self._end = program, calls, end
 
     def launch(self, stream: Any, number: int | None, after: Callable[[], Any] | None) -> None:
@@ -72,8 +74,9 @@ class DeviceCopies:
         self.chunk_bytes = chunk_bytes
         self.pair_bytes = max(256, 2 * chunk_bytes // max(self.world, 1) // 256 * 256)
         self._page = page
-        self._second = cuda.SecondStream(torch.cuda.Stream(device).cuda_stream)
+        self._second = gpu.SecondStream(torch.cuda.Stream(device).cuda_stream)
         self._heap: SymmetricHeap | None = None
+        self.queues: DeviceQueues | None = None  # for what they can do, where they are
         self._programs: OrderedDict[Hashable, Program] = OrderedDict()
         self._prepared: OrderedDict[Hashable, Prepared] = OrderedDict()
 
@@ -113,6 +116,8 @@ class DeviceCopies:
                 self._programs[key, local, slot] = made
                 if len(self._programs) > _PROGRAMS:
                     self._programs.popitem(last=False)
+            if self.queues and not captures and fits(made):
+                return self._prepare_queues(self.queues, known, made, names, addresses)
             lanes = not captures and made.nbytes_moved() >= _LANES_FROM
             prepared = self._prepare(known, made, names, addresses, 0, lanes)
         return prepared
@@ -169,17 +174,30 @@ class DeviceCopies:
         word: int,
         lanes: bool = False,
     ) -> Prepared:
+        actions = lower(program, self._addresses(names, addresses), lanes=lanes)
+        calls, end = bind(actions, self.device, self._page.address_of_word(word), self._second)
+        return self._keep(known, Prepared(program, calls, end))
+
+    def _prepare_queues(
+        self, queues: DeviceQueues, known: Hashable, program: Program, names: Sequence[str], addresses: Sequence[int]
+    ) -> Prepared:
+        submit, ops = queues.prepare(program, self._addresses(names, addresses))
+        end = gpu.FlagCalls(ops, self._page.address_of_word(0))
+        return self._keep(known, Prepared(with_unit_tags(program), [submit], end))
+
+    def _keep(self, known: Hashable, prepared: Prepared) -> Prepared:
+        self._prepared[known] = prepared
+        if len(self._prepared) > _PREPARED:
+            self._prepared.popitem(last=False)
+        return prepared
+
+    def _addresses(self, names: Sequence[str], addresses: Sequence[int]) -> Callable[[Ref], int]:
         bound = dict(zip(names, addresses, strict=True))
 
         def address(ref: Ref) -> int:
             return bound[ref.buffer] + ref.offset if ref.buffer in bound else self._address(ref)
 
-        actions = lower(program, address, lanes=lanes)
-        calls, end = bind(actions, self.device, self._page.address_of_word(word), self._second)
-        prepared = self._prepared[known] = Prepared(program, calls, end)
-        if len(self._prepared) > _PREPARED:
-            self._prepared.popitem(last=False)
-        return prepared
+        return address
 
     def _address(self, ref: Ref) -> int:
         if ref.buffer == "flags":

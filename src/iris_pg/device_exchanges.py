@@ -15,7 +15,7 @@ from iris_pg.kernels.device import DEFAULT_COMM_SMS, DeviceKernels, PreparedLaun
 from iris_pg.kernels.launch import area_bytes, reduction_types
 from iris_pg.launches import launches
 from iris_pg.memory.heap import SymmetricHeap
-from iris_pg.platforms import cuda
+from iris_pg.platforms import gpu
 from iris_pg.program import Program, Ref
 from iris_pg.watch import Key
 
@@ -42,7 +42,7 @@ class PreparedExchanges:
         if after:
             after()
         if number is not None:
-            cuda.write(stream, self._word, number)
+            gpu.write(stream, self._word, number)
 
 
 def last_resort_s(timeout_s: float) -> float:
@@ -112,7 +112,7 @@ class DeviceExchanges:
                 return (bound[ref.buffer] if ref.buffer in bound else bases[ref.rank]) + ref.offset
 
             made = launches(self.rank, self.world, flow(key, local), address, one_shot_bytes(self.world))
-            with cuda.outside_of_capture():
+            with gpu.outside_of_capture():
                 ready = self.kernels.prepare(made)
             name = Program(self.rank, self.world, (), str(key[0]))
             prepared = self._prepared[known] = PreparedExchanges(name, ready, self._word)

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from iris_pg.flags import CREDIT, MAIL_SLOTS
 from iris_pg.memory.heap import SymmetricHeap
 from iris_pg.memory.sharing import Links
-from iris_pg.platforms import cuda
+from iris_pg.platforms import gpu
 from iris_pg.platforms.atomics import atomics
 
 _LINE = 64  # bytes; each word has a cache line
@@ -44,7 +44,7 @@ class DevicePage:
         self.flags: list[int] = []
         try:
             for base in heap.bases:
-                self.flags.append(cuda.register(base, nbytes))
+                self.flags.append(gpu.register(base, nbytes))
                 self._registered.append(base)
             links.exchange({}, what="create flags for CUDA tensors")  # nobody writes one before all are as they begin
         except BaseException:
@@ -55,6 +55,10 @@ class DevicePage:
         """Return what reads word ``number`` of this rank."""
         here, load = self.heap.base + self._words + _LINE * number, self._load32
         return lambda: load(here)
+
+    def host_address_of_word(self, number: int) -> int:
+        """Return where word ``number`` of this rank is as the host sees it."""
+        return self.heap.base + self._words + _LINE * number
 
     def address_of_word(self, number: int) -> int:
         """Return where word ``number`` of this rank is as the GPU sees it."""
@@ -75,7 +79,7 @@ class DevicePage:
     def close(self) -> None:
         """Drop the pages, which no GPU may use any more. Idempotent."""
         for base in self._registered:
-            cuda.unregister(base)
+            gpu.unregister(base)
         self._registered = []
         self.heap.close()
 

@@ -32,6 +32,7 @@ from iris_pg.device_copies import DeviceCopies, Prepared
 from iris_pg.device_exchanges import DeviceExchanges, PreparedExchanges, has_reduction, last_resort_s
 from iris_pg.device_messages import DeviceMessages, MailLane
 from iris_pg.device_page import DevicePage
+from iris_pg.device_queues import DeviceQueues, make_queues, try_streams, words_for
 from iris_pg.device_watchdog import Captured, Watchdog
 from iris_pg.device_work import Held, Lane, StreamWork, raw_stream, stream_of
 from iris_pg.errors import ArgumentError, ClosedError, IrisError, UnsupportedError, where
@@ -40,7 +41,7 @@ from iris_pg.memory.heap import SymmetricHeap
 from iris_pg.memory.sharing import Links
 from iris_pg.options import Options
 from iris_pg.planner import engine_for, uses_kernels, words_of_table
-from iris_pg.platforms import cuda
+from iris_pg.platforms import gpu
 from iris_pg.program import Program
 from iris_pg.transport import BARRIER
 from iris_pg.watch import Key, Watch, text_of
@@ -74,7 +75,8 @@ class DeviceTransport(DeviceMessages):
         self._chunk_bytes = options.device_chunk_bytes
         memory = self._agree_on_devices()
         # Words: collectives, messages to each rank, messages from each rank, graphs.
-        self._page = page = DevicePage(links, 2 + 2 * self.world)
+        words = 2 + 2 * self.world
+        self._page = page = DevicePage(links, words + (words_for(self.world) if torch.version.hip else 0))
         self._copies = DeviceCopies(page, device, self._chunk_bytes)
         self._requested = options.engine
         self._exchanges = None if self._requested == "sdma" else DeviceExchanges(page, device)
@@ -95,6 +97,14 @@ class DeviceTransport(DeviceMessages):
         graphs = 1 + 2 * self.world
         self._captured = Captured(page.reader(graphs), page.address_of_word(graphs))
         self.watch = Watch(page.heap, lambda: self._lane.done)
+        self._queues: DeviceQueues | None = None
+        self._copying = ""
+        if torch.version.hip and self._requested != "cu":
+            try_streams(self.heap, page, words, self._copies.pair_bytes, timeout_s)
+            if self._requested == "sdma":
+                made = make_queues(page, words, self._places, timeout_s, self.watch.check_open)
+                self._queues, self._copying = made
+                self._copies.queues = self._queues
         self._lock = threading.RLock()  # operations are numbered and put on streams in one order
         self._side = torch.cuda.Stream(device)
         self._last: dict[bool, int | None] = {False: None, True: None}  # was it captured -> the last one's stream
@@ -106,15 +116,16 @@ class DeviceTransport(DeviceMessages):
         self._watchdog = Watchdog(*looked_after, timeout_s, f"iris_pg {links.group} watchdog")
         _open_transports.add(self)
 
-    def _agree_on_devices(self) -> cuda.DeviceMemory:
+    def _agree_on_devices(self) -> gpu.DeviceMemory:
         """Make this rank's platform and check that the GPUs of all ranks can access each other."""
         problem, memory = None, None
         try:
-            memory = cuda.DeviceMemory(self.device)
+            memory = gpu.DeviceMemory(self.device)
         except IrisError as error:
             problem = str(error)
         card = dict(problem=problem, place=memory and memory.place, chunk_bytes=self._chunk_bytes, engine=self.engine)
         messages = self.links.exchange(card, what="create the group's transport for CUDA tensors")
+        self._places = [str(m.payload["place"]) for m in messages]
         for peer, said in enumerate(m.payload for m in messages):
             if said["problem"]:
                 raise UnsupportedError(f"CUDA tensors, on rank {peer}: {said['problem']} {self._where()}")
@@ -123,7 +134,7 @@ class DeviceTransport(DeviceMessages):
                     f"rank {self.rank} has device_chunk_bytes={self._chunk_bytes} and rank {peer} "
                     f"{said['chunk_bytes']}; options are the same on all ranks {self._where()}"
                 )
-            if not cuda.can_reach(self.device, said["place"]):
+            if not gpu.can_reach(self.device, said["place"]):
                 raise UnsupportedError(
                     f"rank {self.rank}'s {self.device} cannot access the memory of rank {peer}'s GPU; an iris group "
                     "needs GPUs with peer access (NVLink, or PCIe peer to peer; see `nvidia-smi topo -p2p rw`); use "
@@ -269,7 +280,7 @@ class DeviceTransport(DeviceMessages):
         if handle is None:
             if len(self._handles) > 1024:
                 self._handles.clear()
-            handle = self._handles[raw] = cuda.stream_handle(raw)
+            handle = self._handles[raw] = gpu.stream_handle(raw)
         return handle
 
     def barrier(self, asynchronous: bool = False) -> StreamWork:
@@ -309,6 +320,7 @@ class DeviceTransport(DeviceMessages):
                 *([f"            {words_of_table()}"] if self._requested == "auto" else []),
                 f"  heap      {self.heap.limit_bytes} bytes a rank for tensors; outputs in it are written by peers "
                 "directly (zero copy)",
+                *([f"  copies    {self._copying}"] if self._copying else []),
                 f"  elsewhere through landing slots of {self._chunk_bytes} bytes",
                 f"  messages  are matched by their order, and go through {MAIL_SLOTS} slots of "
                 f"{self._copies.pair_bytes} bytes for each pair of ranks",
@@ -338,6 +350,8 @@ class DeviceTransport(DeviceMessages):
         watch = self.watch
         watch.failure = watch.failure or ClosedError(f"the group was closed ({why}) {self._where()}")
         self._watchdog.stop()
+        if self._queues and not self._queues.close():
+            is_over = False
         if not is_over:
             _abandoned.append(self)  # a GPU may still use the memory: it stays for as long as the process
             return

@@ -20,7 +20,7 @@ from iris_pg.device_page import DevicePage
 from iris_pg.device_work import Begun, Lane
 from iris_pg.errors import DeadlineError, IrisError, MismatchError, PeerLostError, where
 from iris_pg.kernels.device import DeviceKernels
-from iris_pg.platforms import cuda
+from iris_pg.platforms import gpu
 from iris_pg.program import Program, Take
 from iris_pg.watch import Watch, text_of
 
@@ -52,9 +52,9 @@ class Captured:
     ) -> None:
         """Put an operation on a stream (its handle) that is being captured, and what ``after`` does behind it."""
         self.all.append((key, prepared.program))
-        cuda.write(stream, self._word, len(self.all))
+        gpu.write(stream, self._word, len(self.all))
         prepared.launch(stream, None, after)
-        cuda.write(stream, self._word, 0)
+        gpu.write(stream, self._word, 0)
 
     def oldest(self) -> Begun | None:
         """Return the operation that a replayed graph is in, and has been since ``moved_at``, as far as can be seen."""

@@ -247,7 +247,7 @@ def signals_after_copies(rank, world, signature, seed):
                 ctx.quiet()
 
 
-@pytest.mark.parametrize(("signature", "seed"), itertools.product(SIGNATURES, [None, 7]))
+@pytest.mark.parametrize(("signature", "seed"), list(itertools.product(SIGNATURES, [None, 7])))
 def test_a_signal_is_never_seen_before_its_copy(ranks, signature, seed):
     ranks(2).run(signals_after_copies, signature, seed, timeout_s=60)
 

@@ -38,6 +38,7 @@ LAYERS = {
     "launches": 6,
     "transport": 7,
     "device_page": 7,
+    "device_queues": 7,
     "device_work": 7,
     "device_copies": 7,
     "device_exchanges": 7,

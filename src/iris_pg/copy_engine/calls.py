@@ -89,8 +89,10 @@ def fits(program: Program) -> bool:
 def over_queues(program: Program) -> Program:
     """Return ``program`` spread over a queue for each rank, begun and awaited by lane 0: see the module.
 
-    What a rank sends in lane 0 goes to the queue of the peer that it is for, so that each link has its own engine.
-    Copies within the rank, and all of the lanes beside lane 0, keep their order on the queue of the rank itself.
+    What lane 0 has to do with a peer goes to the queue of that peer, so that each link has its own engine; a copy
+    within the rank, to that of the peer whose signal was taken last. All of the lanes beside lane 0 keep their order on
+    the queue of the rank itself. That this is enough holds for the programs of engines that push
+    (``Setting.pushes``), as their tests prove.
 
     Raises:
         UnsupportedError: the program does not fit (:func:`fits`).
@@ -100,10 +102,15 @@ def over_queues(program: Program) -> Program:
             f"{program.name or 'a program'} adds tensors or reads other processes; a copy engine moves bytes and adds "
             "to flags; use a stream"
         )
-    rank = program.rank
-    spread = [
-        replace(step, lane=1 + (rank if step.lane else _peer(rank, step))) for step in with_unit_tags(program).steps
-    ]
+    rank = taken = program.rank
+    spread: list[Step] = []
+    for step in with_unit_tags(program).steps:
+        peer = rank
+        if step.lane == 0:
+            if isinstance(step, Take):
+                taken = step.writer
+            peer = _peer(rank, step, taken)
+        spread.append(replace(step, lane=1 + peer))
     queues = list(dict.fromkeys(step.lane - 1 for step in spread))  # in the order in which they are used
     steps: list[Step] = [Signal(go(rank, peer)) for peer in queues]
     steps += [Take(go(rank, peer), rank, lane=1 + peer) for peer in queues]
@@ -123,14 +130,17 @@ def done(rank: int, peer: int) -> Ref:
     return Ref(rank, "queues", (2 * peer + 1) * LINE)
 
 
-def _peer(rank: int, step: Step) -> int:
-    """Return the rank that a step of lane 0 has to do with; ``rank`` itself when no other."""
+def _peer(rank: int, step: Step, taken: int) -> int:
+    """Return the rank whose queue a step of lane 0 is for; ``taken`` is the writer of the last mailbox that was taken,
+    for what is then copied within ``rank``.
+    """
     if isinstance(step, Take):
         return step.writer
     if isinstance(step, Signal | Add):
         return step.flag.rank
     if isinstance(step, Copy | Copy2D):
-        return step.dst.rank if step.dst.rank != rank else step.src.rank
+        other = {step.dst.rank, step.src.rank} - {rank}
+        return other.pop() if other else taken
     return rank
 
 

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from triton.runtime.jit import JITFunction
 
-from iris_pg.platforms import cuda
+from iris_pg.platforms import gpu
 
 BLOCK = 4096  # elements of a CTA; so that one of 8 warps has 16 bytes of every type in each access
 _WARPS = 8
@@ -109,7 +109,7 @@ def source_of(count: int, dtype: str, op: str, word: int) -> Any:
     return ASTSource(fn=_combine, signature=signature, constexprs=constants)
 
 
-def combine(device: torch.device, op: str, dtype: str, dst: int, sources: Sequence[int], nbytes: int) -> cuda.Launch:
+def combine(device: torch.device, op: str, dtype: str, dst: int, sources: Sequence[int], nbytes: int) -> gpu.Launch:
     """Return what combines the elements at ``sources``, in their order, into ``dst``, which may be one of them.
 
     The kernel is compiled and loaded here, if it is new, also while a graph is captured.
@@ -129,7 +129,7 @@ def combine(device: torch.device, op: str, dtype: str, dst: int, sources: Sequen
 @functools.cache
 def _loaded(device: torch.device, count: int, dtype: str, op: str, word: int) -> tuple[Any, tuple[Any, ...]]:
     source = source_of(count, dtype, op, word)
-    with torch.cuda.device(device), cuda.outside_of_capture():
+    with torch.cuda.device(device), gpu.outside_of_capture():
         kernel = triton.compile(source, options=dict(num_warps=_WARPS))
         kernel._init_handles()
     return kernel, tuple(source.constants.values())

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from iris_pg.copy_engine import combine
-from iris_pg.platforms import cuda
+from iris_pg.platforms import gpu
 from iris_pg.reduce_ops import check
 
 _BLOCK_BYTES = 64 << 20  # of what is accumulated at a time, since the accumulator takes memory
@@ -42,9 +42,7 @@ _OPS: dict[str, Callable[..., torch.Tensor]] = {
 _OF_BOOL = {"sum": torch.bitwise_or, "max": torch.bitwise_or, "product": torch.bitwise_and, "min": torch.bitwise_and}
 
 
-def reduction(
-    device: torch.device, op: str, dtype: str, dst: int, sources: tuple[int, ...], nbytes: int
-) -> cuda.Launch:
+def reduction(device: torch.device, op: str, dtype: str, dst: int, sources: tuple[int, ...], nbytes: int) -> gpu.Launch:
     """Return what sets each element at ``dst`` to ``op`` over those at ``sources``, in the order given, on a stream.
 
     Args:
@@ -72,7 +70,7 @@ def reduction(
         on = torch.cuda.ExternalStream(int(stream), device) if int(stream) else torch.cuda.default_stream(device)
         with torch.inference_mode(), torch.cuda.stream(on):
             for addresses, size in blocks:
-                into, first, *others = (cuda.view(device, address, size, element) for address in addresses)
+                into, first, *others = (gpu.view(device, address, size, element) for address in addresses)
                 wide = _WIDER.get(dtype, element)
                 flip = torch.iinfo(wide).min if is_flipped else 0
                 total = first ^ flip if is_flipped else first.to(wide, copy=True)

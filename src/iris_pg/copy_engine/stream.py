@@ -22,7 +22,7 @@ import torch
 
 from iris_pg.copy_engine.device_reduction import reduction
 from iris_pg.errors import UnsupportedError
-from iris_pg.platforms import cuda
+from iris_pg.platforms import gpu
 from iris_pg.program import Copy, Copy2D, Program, Reduce, Ref, Signal, Take
 
 
@@ -30,7 +30,7 @@ from iris_pg.program import Copy, Copy2D, Program, Reduce, Ref, Signal, Take
 class Flags:
     """Accesses of flags, one after another."""
 
-    ops: tuple[cuda.FlagOp, ...]
+    ops: tuple[gpu.FlagOp, ...]
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,7 @@ def lower(program: Program, address: Callable[[Ref], int], lanes: bool = True) -
         UnsupportedError: a step that a stream cannot do.
     """
     actions: list[tuple[int, Action]] = []
-    ops: list[cuda.FlagOp] = []
+    ops: list[gpu.FlagOp] = []
     lane = 0
 
     def flush() -> None:
@@ -94,11 +94,11 @@ def lower(program: Program, address: Callable[[Ref], int], lanes: bool = True) -
             lane = step.lane
         action: Action
         if isinstance(step, Signal):
-            ops.append(cuda.FlagOp(False, address(step.flag), step.tag))
+            ops.append(gpu.FlagOp(False, address(step.flag), step.tag))
             continue
         if isinstance(step, Take):
-            ops.append(cuda.FlagOp(True, address(step.flag), step.tag))
-            ops.append(cuda.FlagOp(False, address(step.flag), 0))
+            ops.append(gpu.FlagOp(True, address(step.flag), step.tag))
+            ops.append(gpu.FlagOp(False, address(step.flag), 0))
             continue
         if isinstance(step, Copy):
             action = Linear(address(step.dst), address(step.src), step.nbytes)
@@ -118,8 +118,8 @@ def lower(program: Program, address: Callable[[Ref], int], lanes: bool = True) -
 
 
 def bind(
-    actions: list[tuple[int, Action]], device: torch.device, mark: int, second: cuda.SecondStream
-) -> tuple[list[cuda.Launch], cuda.FlagCalls]:
+    actions: list[tuple[int, Action]], device: torch.device, mark: int, second: gpu.SecondStream
+) -> tuple[list[gpu.Launch], gpu.FlagCalls]:
     """Return the driver calls of ``actions``, and the last of them, which may write a word behind everything.
 
     Lane 0 goes to the stream that they are given, all others to ``second``,
@@ -131,20 +131,20 @@ def bind(
     if all(lane == 0 for lane, _ in actions):
         last = actions[-1][1] if actions else None
         if isinstance(last, Flags):
-            return [_bound(action, device) for _, action in actions[:-1]], cuda.FlagCalls(last.ops, mark)
-        return [_bound(action, device) for _, action in actions], cuda.FlagCalls((), mark)
+            return [_bound(action, device) for _, action in actions[:-1]], gpu.FlagCalls(last.ops, mark)
+        return [_bound(action, device) for _, action in actions], gpu.FlagCalls((), mark)
     calls = [second.beside(_bound(action, device)) if lane else _bound(action, device) for lane, action in actions]
-    return [second.begin, *calls, second.end], cuda.FlagCalls((), mark)
+    return [second.begin, *calls, second.end], gpu.FlagCalls((), mark)
 
 
-def _bound(action: Action, device: torch.device) -> cuda.Launch:
+def _bound(action: Action, device: torch.device) -> gpu.Launch:
     if isinstance(action, Flags):
-        return cuda.FlagCalls(action.ops)
+        return gpu.FlagCalls(action.ops)
     if isinstance(action, Linear):
-        return cuda.copy(action.dst, action.src, action.nbytes)
+        return gpu.copy(action.dst, action.src, action.nbytes)
     if isinstance(action, Rectangle):
         pitches = action.dst_pitch_bytes, action.src_pitch_bytes
-        return cuda.copy_2d(action.dst, action.src, action.width_bytes, action.rows, *pitches)
+        return gpu.copy_2d(action.dst, action.src, action.width_bytes, action.rows, *pitches)
     return reduction(device, action.op, action.dtype, action.dst, action.sources, action.nbytes)
 
 

@@ -22,7 +22,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from iris_pg.copy_engine.calls import EMPTY, Increase, Invocation, Linear, Poll
+from iris_pg.copy_engine.calls import EMPTY, Call, Increase, Invocation, Linear, Poll
 from iris_pg.copy_engine.tile import Tile
 from iris_pg.errors import IrisError, QueueError, UnsupportedError
 from iris_pg.platforms.atomics import atomics
@@ -99,6 +99,11 @@ class Library:
             self._lent[src_device, dst_device] = borrower
             return int(channel)
 
+    def holder(self, src_device: int, dst_device: int) -> str | None:
+        """Return to whom a queue is lent, if it is."""
+        with self._lock:
+            return self._lent.get((src_device, dst_device))
+
     def give_back(self, src_device: int, dst_device: int) -> None:
         """Take a queue back in which nothing waits."""
         with self._lock:
@@ -174,7 +179,7 @@ CHECK_BYTES = 128
 """Of memory that :func:`check` writes."""
 
 
-def check(submit: Callable[[list[Any]], None], settle: Callable[[], None], host: int, device: int) -> None:
+def check(submit: Callable[[list[Call]], object], settle: Callable[[], None], host: int, device: int) -> None:
     """Move a few bytes through a queue and look at them, so that a version that swaps arguments, ignores one, or counts
     otherwise is an error before it has moved anybody's data.
 

@@ -5,8 +5,8 @@ ranges of address space once and maps memory into them as it is used, so a base 
 
     [control page: flags, error words][private areas: staging, landing][user tensors ... up to heap_bytes]
 
-What memory it is made of is the platform's: the machine's (platforms/cpu.py) or a GPU's (platforms/cuda.py). A heap on
-a GPU has no control page, as the host reads and writes one.
+What memory it is made of is the platform's: the machine's (platforms/cpu.py) or a GPU's (platforms/cuda.py, hip.py). A
+heap on a GPU has no control page, as the host reads and writes one.
 
 Making room is collective: all ranks of the group allocate the same sizes in the same order. A rank that differs, or
 that has no memory left, is named in an error on every rank, before anything is handed out.
@@ -53,11 +53,14 @@ class Memory(Protocol):
         page: granularity of mappings in bytes.
         place: what ranks share: those with the same place take memory from each other.
         device: where its tensors are.
+        grows: whether more can be mapped behind what is mapped. Else a range is mapped once, as a whole, and only then
+            has an address.
     """
 
     page: int
     place: str
     device: torch.device
+    grows: bool
 
     def available_bytes(self) -> int:
         """Return how much memory is left."""
@@ -109,10 +112,14 @@ class SymmetricHeap:
         self._freed = False  # since the device was last waited for
         self._end = self._user + align_up(limit_bytes, page)
         self._ranges = [self._memory.reserve(self._end) for _ in range(self.world)]
+        self._closed = False
+        grows = self._memory.grows
+        asked: dict[str, object] = dict(areas=areas or {}, limit_bytes=limit_bytes, grows=grows)
+        self._map_more(self._user if grows else self._end, "create the heap", asked)
+        if not grows:
+            self._allocator.grow(self._end - self._user)
         self.bases = [r.address for r in self._ranges]
         self.base = self.bases[self.rank]
-        self._closed = False
-        self._map_more(self._user, "create the heap", dict(areas=areas or {}, limit_bytes=limit_bytes))
         if has_control:
             store = atomics().store32
             for offset, value in self.control.initial().items():

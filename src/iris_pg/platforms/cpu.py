@@ -146,6 +146,7 @@ class HostMemory:
     page = PAGE
     place = "the machine"
     device = torch.device("cpu")
+    grows = True
 
     def available_bytes(self) -> int:
         """As :func:`available_bytes`."""

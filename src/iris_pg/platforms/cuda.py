@@ -101,7 +101,10 @@ class DeviceMemory:
     Attributes:
         page: granularity of mappings, in bytes.
         place: identifies the GPU; ranks with the same place share its memory.
+        grows: more can be mapped behind what is mapped.
     """
+
+    grows = True
 
     def __init__(self, device: torch.device) -> None:
         initialise(device)
