@@ -22,7 +22,7 @@ import functools
 import weakref
 from collections.abc import Sequence
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -38,6 +38,9 @@ from iris_pg.memory.sharing import Links
 from iris_pg.options import Options
 from iris_pg.rendezvous import meet
 
+if TYPE_CHECKING:
+    from iris_pg.device_channels import DeviceChannels
+
 ENGINES = ("sdma",)
 
 Tensor = torch.Tensor
@@ -52,7 +55,7 @@ def _at_exit() -> None:
         context.close()
 
 
-def iris(heap_size: int = 1 << 30, engines: Sequence[str] = ()) -> Iris:
+def iris(heap_size: int = 1 << 30, engines: Sequence[str] = (), device: torch.device | str = "cpu") -> Iris:
     """Return a new one-sided context of the default process group, or else of torchrun's ranks. Collective.
 
     With neither a process group nor torchrun's variables it is a context of one rank. No group is made or changed.
@@ -62,12 +65,15 @@ def iris(heap_size: int = 1 << 30, engines: Sequence[str] = ()) -> Iris:
         heap_size: most bytes of heap tensors per rank; mapped as they are used.
         engines: ``("sdma",)`` for puts: it starts the copy engine and its thread. Without it there are the heap, its
             tensors, and device code.
+        device: where the heap is: the CPU, or this rank's AMD GPU. There ``"sdma"`` is rocm-xio, its one channel to a
+            rank is 0, and a transfer reads what streams have done: call ``torch.cuda.synchronize()`` before it.
 
     Raises:
+        UnsupportedError: an NVIDIA GPU, for which the engine is not there; or what rocm-xio lacks.
         OptionError: an engine that does not exist, a bad size, or half of torchrun's variables.
         DeadlineError, PeerLostError: a rank did not come, or died. MismatchError: ranks ask for different sizes.
     """
-    return Iris(heap_size, engines)
+    return Iris(heap_size, engines, torch.device(device))
 
 
 class Iris(HeapTensors):
@@ -78,12 +84,16 @@ class Iris(HeapTensors):
         cur_rank, num_ranks: this rank, and how many there are.
     """
 
-    def __init__(self, heap_size: int, engines: Sequence[str]) -> None:
+    def __init__(self, heap_size: int, engines: Sequence[str], device: torch.device) -> None:
         if not isinstance(heap_size, int) or heap_size <= 0:
             raise OptionError(f"heap_size={heap_size!r}; it takes a positive number of bytes")
         if isinstance(engines, str) or any(engine not in ENGINES for engine in engines):
             raise OptionError(f"engines={engines!r}; it takes a sequence of names, and {ENGINES} has all of them")
-        options = Options()
+        options, memory = Options(), None
+        if device.type != "cpu":
+            from iris_pg.device_channels import memory_on  # and what GPUs need
+
+            memory = memory_on(device)
         try:
             store, self.cur_rank, self.num_ranks, timeout_s, number = meet(options.timeout_s)
             self._links = Links(store, self.cur_rank, self.num_ranks, group=f"iris/{number}", timeout_s=timeout_s)
@@ -92,9 +102,15 @@ class Iris(HeapTensors):
                 f"the process that keeps the ranks' store is gone, or was never there: {error}"
             ) from error
         try:
-            self.heap = SymmetricHeap(self._links, heap_size)
+            self.heap = SymmetricHeap(self._links, heap_size, memory=memory)
             self._encoder = Encoder(self.heap)
-            self._channels = Channels(self.heap, timeout_s, options.hostile_seed) if "sdma" in engines else None
+            self._channels: Channels | DeviceChannels | None = None
+            if "sdma" in engines and memory is None:
+                self._channels = Channels(self.heap, timeout_s, options.hostile_seed)
+            elif "sdma" in engines:
+                from iris_pg.device_channels import DeviceChannels
+
+                self._channels = DeviceChannels(self.heap, memory.place, timeout_s)
         except BaseException as error:
             self._links.close("set-up failed", error)
             raise
@@ -312,7 +328,7 @@ class Iris(HeapTensors):
     def __repr__(self) -> str:
         return f"<Iris {self._links.group}, rank {self.cur_rank} of {self.num_ranks}>"
 
-    def _engine(self, op: str, to_rank: int) -> Channels:
+    def _engine(self, op: str, to_rank: int) -> Channels | DeviceChannels:
         """Return the copy engine's queues, when ``op`` to ``to_rank`` is possible."""
         self._check_open(op)
         if self._channels is None:

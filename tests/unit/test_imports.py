@@ -39,6 +39,7 @@ LAYERS = {
     "transport": 7,
     "device_page": 7,
     "device_queues": 7,
+    "device_channels": 7,
     "device_work": 7,
     "device_copies": 7,
     "device_exchanges": 7,

@@ -28,6 +28,9 @@ class XioChannels:
         words: memory for each queue, by rank.
         timeout_s: deadline of every wait.
 
+    Attributes:
+        is_over: after :meth:`close`, whether no engine uses any memory any more.
+
     Raises:
         UnsupportedError: two ranks share a GPU, a queue is in use, or the library does not do what it says.
     """
@@ -37,6 +40,7 @@ class XioChannels:
     ) -> None:
         self._heap, self._library, self._devices = heap, library, devices
         self._closed: IrisError | None = None
+        self.is_over = False
         self._queues: list[XioQueue] = []
         try:
             for peer in range(heap.world):
@@ -90,7 +94,8 @@ class XioChannels:
         """
         self._closed = error
         ended = [queue.close() for queue in self._queues]
-        if not all(ended):
+        self.is_over = all(ended)
+        if not self.is_over:
             _abandoned.extend(self._heap.bytes_at(rank, 0, 1) for rank in range(self._heap.world))
             _abandoned.append(self)
 

@@ -127,5 +127,7 @@ class HeapTensors:
         except BaseException:
             self.heap.free(tensor)
             raise
+        if self.heap.device.type != "cpu":
+            torch.cuda.synchronize(self.heap.device)
         self.heap.links.exchange({}, what=name)
         return tensor
