@@ -111,26 +111,30 @@ class DeviceQueues:
 def make_queues(
     page: DevicePage, first: int, places: Sequence[str], timeout_s: float, watch: Callable[[], None]
 ) -> tuple[DeviceQueues | None, str]:
-    """Return the queues of this rank, and what is to be said of them; None when a rank's are lent to another group, and
-    this one's streams copy in their place. Collective; arguments are those of :class:`DeviceQueues`.
+    """Return the queues of this rank, and what is to be said of them; None where rocm-xio has none for a rank (they are
+    lent to another group, ranks share a GPU, or do not see each other's): then streams copy in their place. Collective;
+    arguments are those of :class:`DeviceQueues`.
 
     Args:
         places: what identifies the GPU of each rank (``DeviceMemory.place``), by rank.
 
     Raises:
-        UnsupportedError: on all ranks. rocm-xio is missing or does not do what it says; or ranks share a GPU, or do not
-            see each other's.
+        UnsupportedError: on all ranks. rocm-xio is missing, or does not do what it says.
     """
-    links, queues, problem, held = page.heap.links, None, None, None
+    links, queues, problem, lack = page.heap.links, None, None, None
     try:
         library = xio.load()
-        devices = numbers(places, links.rank, links.group)
-        held = next(filter(None, (library.holder(devices[links.rank], d) for d in devices)), None)
     except IrisError as error:
         problem = str(error)
-    held = _agreed(links, problem, held)
-    if held:
-        return None, f"SDMA queues of a rank belong to {held}, so streams copy (hipMemcpyDeviceToDeviceNoCU)"
+    else:
+        try:
+            devices = numbers(places, links.rank, links.group)
+            held = next(filter(None, (library.holder(devices[links.rank], d) for d in devices)), None)
+            lack = held and f"SDMA queues of a rank belong to {held}"
+        except UnsupportedError as error:
+            lack = str(error)
+    if lack := _agreed(links, problem, lack):
+        return None, f"by streams (hipMemcpyDeviceToDeviceNoCU): {lack}"
     try:
         queues = DeviceQueues(library, page, first, devices, timeout_s, watch)
     except IrisError as error:
@@ -144,13 +148,13 @@ def make_queues(
     return queues, "through SDMA queues of rocm-xio; reductions, messages and what graphs capture by streams"
 
 
-def _agreed(links: Links, problem: str | None, held: str | None) -> str | None:
-    """Return what any rank says that it is held by, unless one has a problem."""
-    cards = [m.payload for m in links.exchange(dict(problem=problem, held=held), what="create SDMA queues")]
+def _agreed(links: Links, problem: str | None, lack: str | None) -> str | None:
+    """Return what any rank says that it lacks, unless one has a problem, which is raised."""
+    cards = [m.payload for m in links.exchange(dict(problem=problem, lack=lack), what="create SDMA queues")]
     for rank, card in enumerate(cards):
         if card["problem"]:
             raise UnsupportedError(f"rank {rank}: {card['problem']}")
-    return next((str(card["held"]) for card in cards if card["held"]), None)
+    return next((str(card["lack"]) for card in cards if card["lack"]), None)
 
 
 def _taken(at: int) -> list[gpu.FlagOp]:
@@ -168,7 +172,7 @@ def numbers(places: Sequence[str], rank: int, group: str) -> list[int]:
     if len(set(places)) < len(places):
         raise UnsupportedError(
             f"ranks share a GPU ({', '.join(places)}), and rocm-xio has one SDMA queue for each pair of GPUs; use a "
-            f"GPU for each rank, or engine='cu' {where(group=group, rank=rank)}"
+            f"GPU for each rank {where(group=group, rank=rank)}"
         )
     found = [hip.number_of(place) for place in places]
     if None in found:
@@ -176,7 +180,7 @@ def numbers(places: Sequence[str], rank: int, group: str) -> list[int]:
         raise UnsupportedError(
             f"this process does not see the GPUs {', '.join(hidden)} of other ranks, whose queues rocm-xio makes here; "
             "let every rank see all GPUs (unset HIP_VISIBLE_DEVICES and ROCR_VISIBLE_DEVICES, and call "
-            f"torch.cuda.set_device), or use engine='cu' {where(group=group, rank=rank)}"
+            f"torch.cuda.set_device) {where(group=group, rank=rank)}"
         )
     return [number for number in found if number is not None]
 

@@ -6,6 +6,7 @@ exit status is 1 when an engine cannot run on a device that the machine has, els
 
 from __future__ import annotations
 
+import glob
 import importlib.metadata
 import importlib.util
 import os
@@ -15,7 +16,7 @@ import sys
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
-PACKAGES = ("iris-pg", "torch", "triton", "llvmlite", "numpy", "cuda-bindings", "hip-python", "rich", "matplotlib")
+PACKAGES = ("iris-pg", "torch", "triton", "llvmlite", "numpy", "cuda-bindings", "rocm-xio", "rich", "matplotlib")
 
 
 class Need(NamedTuple):
@@ -107,9 +108,30 @@ def devices() -> tuple[list[str], str]:
         ]
         if count > 1 and not apart:
             lines.append("every GPU reaches the memory of every other")
+        if torch.version.hip:
+            lines += sdma_engines()
         return lines + apart, ""
     except Exception as error:
         return [], f"torch cannot tell: {type(error).__name__}: {error}"
+
+
+def sdma_engines() -> list[str]:
+    """Return a line for each AMD GPU: where it is, and which of its SDMA engines lead to which peers."""
+    from iris_pg.errors import UnsupportedError
+    from iris_pg.platforms import kfd
+
+    lines, gpus = [], kfd.gpus()
+    for gpu in gpus:
+        told = []
+        for peer in gpus:
+            if peer is not gpu:
+                try:
+                    told.append(f"{peer.address} by {'/'.join(map(str, kfd.engine_between(gpu, peer)[0]))}")
+                except UnsupportedError as error:
+                    told.append(f"{peer.address}: {error}")
+        engines = f"{gpu.engines} + {gpu.link_engines} SDMA engines"
+        lines.append(f"{gpu.address} ({gpu.target}, {engines}) reaches {', '.join(told) or 'no other'}")
+    return lines
 
 
 def _driver_facts(index: int) -> Iterable[str]:
@@ -148,7 +170,17 @@ def engines(has_gpu: bool) -> Iterable[tuple[str, list[Need]]]:
     import torch
 
     if torch.version.hip:
-        yield "Engine sdma on GPU", [*common, _package("hip", "hip-python", "pip install iris-pg[rocm]")]
+        hip = [
+            _tried(
+                "the HIP runtime that torch has loaded", _hip, "install a torch that is built for ROCm 6.2 or newer"
+            ),
+            _tried("access to /dev/kfd and /dev/dri", _kfd, "join the groups of these files (render, video)"),
+        ]
+        yield 'Engine sdma on GPU, by streams (engine="auto")', [*common, *hip]
+        from iris_pg.copy_engine import xio
+
+        queues = _tried(f'{xio.MODULE}, for SDMA queues (engine="sdma")', xio.find, xio.INSTALL)
+        yield 'Engine sdma on GPU, by SDMA queues (engine="sdma")', [*common, *hip, queues]
     else:
         yield "Engine sdma on GPU", [*common, _package("cuda", "cuda-bindings", "pip install iris-pg[cuda]")]
     yield "Engine cu on GPU", [*common, triton, _compiler()]
@@ -189,6 +221,24 @@ def _tried(what: str, attempt: Callable[[], None], fix: str) -> Need:
     except Exception as error:
         return Need(what, f"{type(error).__name__}: {error}", fix)
     return Need(what)
+
+
+def _hip() -> None:
+    from iris_pg.platforms import hip_runtime
+
+    hip_runtime.runtime()
+
+
+def _kfd(devices: str = "/dev") -> None:
+    """Raise when this process may not open what ROCm opens."""
+    nodes = [f"{devices}/kfd", *sorted(glob.glob(f"{devices}/dri/renderD*"))]
+    for node in nodes:
+        if not os.access(node, os.R_OK | os.W_OK):
+            raise PermissionError(
+                f"{node} {'cannot be read and written' if os.path.exists(node) else 'does not exist'}"
+            )
+    if len(nodes) == 1:
+        raise FileNotFoundError(f"{devices}/dri has no renderD node")
 
 
 def _shared_memory() -> None:

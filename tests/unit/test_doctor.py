@@ -4,9 +4,11 @@ import importlib.metadata
 import subprocess
 import sys
 
+import pytest
 import torch
 
 from iris_pg import doctor
+from iris_pg.platforms import kfd
 
 
 def needs_of(title):
@@ -66,6 +68,37 @@ def test_two_gpus_that_cannot_reach_each_other(monkeypatch):
     lines, problem = doctor.devices()
     assert not problem and len(lines) == 3
     assert lines[2].startswith("0 cannot reach the memory of 1")
+
+
+def test_an_amd_machine_without_the_library(monkeypatch):
+    monkeypatch.setattr(torch.version, "hip", "7.2.0")
+    monkeypatch.setitem(sys.modules, "xio", None)
+    needs = dict(doctor.engines(has_gpu=True))
+    by_streams = {need.what: need for need in needs['Engine sdma on GPU, by streams (engine="auto")']}
+    assert "libamdhip64.so" in by_streams["the HIP runtime that torch has loaded"].problem
+    *_, queues = needs['Engine sdma on GPU, by SDMA queues (engine="sdma")']
+    assert "xio.sdma_ep" in queues.problem and "rocm-xio from its sources" in queues.fix
+
+
+def test_device_files_of_amd(tmp_path):
+    with pytest.raises(PermissionError, match="kfd does not exist"):
+        doctor._kfd(str(tmp_path))
+    (tmp_path / "kfd").touch()
+    with pytest.raises(FileNotFoundError, match="no renderD node"):
+        doctor._kfd(str(tmp_path))
+    (tmp_path / "dri").mkdir()
+    (tmp_path / "dri" / "renderD128").touch()
+    doctor._kfd(str(tmp_path))
+
+
+def test_engines_between_amd_gpus(monkeypatch):
+    gpus = [kfd.Node(n, f"0000:0{n}:00.0", "gfx950", 0, 2, 14, {3 - n: 0b1100}) for n in (1, 2)]
+    monkeypatch.setattr(kfd, "gpus", lambda: [*gpus, kfd.Node(3, "0000:03:00.0", "gfx950", 0, 2, 14)])
+    first, second, third = doctor.sdma_engines()
+    assert first.startswith(
+        "0000:01:00.0 (gfx950, 2 + 14 SDMA engines) reaches 0000:02:00.0 by 2/3, 0000:03:00.0: which"
+    )
+    assert "0000:01:00.0 by 2/3" in second and "is not known" in third
 
 
 def test_importing_it_is_light():

@@ -43,13 +43,21 @@ def load() -> Library:
     Raises:
         UnsupportedError: it is not installed, or is no version that is known here.
     """
+    return Library(find())
+
+
+def find() -> Any:
+    """Import the library's module and return it; nothing is started.
+
+    Raises:
+        UnsupportedError: it cannot be imported.
+    """
     try:
-        module = importlib.import_module(MODULE)
+        return importlib.import_module(MODULE)
     except ImportError as error:
         raise UnsupportedError(
             f"SDMA user queues need {MODULE}, which cannot be imported ({error}); {INSTALL}"
         ) from None
-    return Library(module)
 
 
 class Library:
@@ -235,4 +243,4 @@ def check(submit: Callable[[list[Call]], object], settle: Callable[[], None], ho
         raise
 
 
-__all__ = ["CHECK_BYTES", "INSTALL", "MODULE", "Library", "check", "describe", "load"]
+__all__ = ["CHECK_BYTES", "INSTALL", "MODULE", "Library", "check", "describe", "find", "load"]

@@ -1,0 +1,26 @@
+"""The kernel of the stream engine's reductions, compiled for every kind of GPU; no GPU is needed."""
+
+from __future__ import annotations
+
+import pytest
+
+from iris_pg.copy_engine import combine
+
+GPUS = [("cuda", 90, 32), ("hip", "gfx942", 64), ("hip", "gfx950", 64)]
+KERNELS = [(2, "bfloat16", "sum", 16), (8, "float32", "avg", 16), (3, "int8", "max", 1), (4, "float64", "product", 8)]
+
+
+@pytest.mark.parametrize(("backend", "arch", "width"), GPUS)
+@pytest.mark.parametrize(("count", "dtype", "op", "word"), KERNELS)
+def test_it_compiles(backend, arch, width, count, dtype, op, word):
+    import triton
+    from triton.backends.compiler import GPUTarget
+
+    source = combine.source_of(count, dtype, op, word)
+    target = GPUTarget(backend, arch, width)
+    made = triton.compile(source, target=target, options=dict(num_warps=combine._WARPS))
+    text = made.asm["ptx" if backend == "cuda" else "amdgcn"]
+    assert ("st.global" if backend == "cuda" else "store") in text and made.asm[
+        "cubin" if backend == "cuda" else "hsaco"
+    ]
+    assert combine._WARPS * width <= 1024, "threads of a block"
