@@ -12,7 +12,7 @@ from iris_pg.device_queues import numbers
 from iris_pg.errors import IrisError, UnsupportedError
 from iris_pg.flags import LINE
 from iris_pg.memory.heap import SymmetricHeap
-from iris_pg.platforms import gpu
+from iris_pg.platforms.gpu import platform as gpu
 
 _OF_A_QUEUE = -(-WORDS_BYTES // LINE)  # words of the page, which are lines
 

@@ -21,7 +21,7 @@ from iris_pg.device_page import DevicePage
 from iris_pg.device_queues import DeviceQueues
 from iris_pg.flags import MAIL_SLOTS, SLOTS
 from iris_pg.memory.heap import SymmetricHeap
-from iris_pg.platforms import gpu
+from iris_pg.platforms.gpu import platform as gpu
 from iris_pg.program import Program, Ref
 from iris_pg.watch import Key, tag_of
 

@@ -15,7 +15,7 @@ from iris_pg.kernels.device import DEFAULT_COMM_SMS, DeviceKernels, PreparedLaun
 from iris_pg.kernels.launch import area_bytes, reduction_types
 from iris_pg.launches import launches
 from iris_pg.memory.heap import SymmetricHeap
-from iris_pg.platforms import gpu
+from iris_pg.platforms.gpu import platform as gpu
 from iris_pg.program import Program, Ref
 from iris_pg.watch import Key
 

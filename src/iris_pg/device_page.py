@@ -12,8 +12,8 @@ from collections.abc import Callable
 from iris_pg.flags import CREDIT, MAIL_SLOTS
 from iris_pg.memory.heap import SymmetricHeap
 from iris_pg.memory.sharing import Links
-from iris_pg.platforms import gpu
 from iris_pg.platforms.atomics import atomics
+from iris_pg.platforms.gpu import platform as gpu
 
 _LINE = 64  # bytes; each word has a cache line
 _PAGE = 4096  # bytes; what is registered is whole pages

@@ -23,7 +23,7 @@ from iris_pg.errors import DeadlineError, IrisError, UnsupportedError, where
 from iris_pg.flags import LINE, MAIL_SLOTS
 from iris_pg.memory.heap import SymmetricHeap
 from iris_pg.memory.sharing import Links
-from iris_pg.platforms import gpu
+from iris_pg.platforms.gpu import platform as gpu
 from iris_pg.program import Program, Ref, Signal
 
 _OF_A_QUEUE = -(-WORDS_BYTES // LINE)  # words of the page, which are lines

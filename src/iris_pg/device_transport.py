@@ -41,7 +41,7 @@ from iris_pg.memory.heap import SymmetricHeap
 from iris_pg.memory.sharing import Links
 from iris_pg.options import Options
 from iris_pg.planner import engine_for, uses_kernels, words_of_table
-from iris_pg.platforms import gpu
+from iris_pg.platforms.gpu import platform as gpu
 from iris_pg.program import Program
 from iris_pg.transport import BARRIER
 from iris_pg.watch import Key, Watch, text_of

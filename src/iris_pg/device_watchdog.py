@@ -20,7 +20,7 @@ from iris_pg.device_page import DevicePage
 from iris_pg.device_work import Begun, Lane
 from iris_pg.errors import DeadlineError, IrisError, MismatchError, PeerLostError, where
 from iris_pg.kernels.device import DeviceKernels
-from iris_pg.platforms import gpu
+from iris_pg.platforms.gpu import platform as gpu
 from iris_pg.program import Program, Take
 from iris_pg.watch import Watch, text_of
 

@@ -51,13 +51,14 @@ def test_the_demo_passes():
 
 @pytest.mark.parametrize(
     ("ranks", "arguments"),
-    [(1, "--engine sdma"), (3, "--engine cu"), (2, "--engine auto"), (2, "--engine sdma --heap")],
+    [(1, "--engine sdma"), (3, "--engine cu"), (2, "--engine auto"), (2, "--engine sdma --heap --against gloo")],
 )
 def test_all_gather(ranks, arguments):
     script = str(ROOT / "examples/all_gather.py")
     done = torchrun(script, *arguments.split(), "--size", "1001", "--iterations", "3", ranks=ranks)
     assert done.returncode == 0, done.stderr
     assert f"{ranks} ranks, 1001 bytes from each" in done.stdout
+    assert ("gloo: " in done.stdout) == ("gloo" in arguments)
 
 
 def test_the_first_script_of_the_readme_runs(tmp_path):

@@ -23,7 +23,7 @@ from iris_pg.copy_engine.patience import Patience
 from iris_pg.device_queues import DeviceQueues, make_queues, words_for
 from iris_pg.errors import UnsupportedError
 from iris_pg.flags import LINE, ControlPage
-from iris_pg.platforms import cpu, gpu, hip
+from iris_pg.platforms import cpu, cuda, hip
 from iris_pg.platforms.atomics import atomics
 from iris_pg.program import Copy, Ref
 
@@ -187,9 +187,9 @@ def a_gpu(monkeypatch):
     with installed(monkeypatch):
         memory = cpu.HostMemory()
         memory.place = PLACES[0]
-        monkeypatch.setattr(gpu, "DeviceMemory", lambda device: memory)
-        monkeypatch.setattr(gpu, "register", hip.register)
-        monkeypatch.setattr(gpu, "unregister", hip.unregister)
+        monkeypatch.setattr(cuda, "DeviceMemory", lambda device: memory)  # the platform of this torch
+        monkeypatch.setattr(cuda, "register", hip.register)
+        monkeypatch.setattr(cuda, "unregister", hip.unregister)
         yield
 
 

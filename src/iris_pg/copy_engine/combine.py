@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from triton.runtime.jit import JITFunction
 
-from iris_pg.platforms import gpu
+from iris_pg.platforms.gpu import platform as gpu
 
 BLOCK = 4096  # elements of a CTA; so that one of 8 warps has 16 bytes of every type in each access
 _WARPS = 8

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from iris_pg.copy_engine import combine
-from iris_pg.platforms import gpu
+from iris_pg.platforms.gpu import platform as gpu
 from iris_pg.reduce_ops import check
 
 _BLOCK_BYTES = 64 << 20  # of what is accumulated at a time, since the accumulator takes memory

@@ -22,7 +22,7 @@ import torch
 
 from iris_pg.copy_engine.device_reduction import reduction
 from iris_pg.errors import UnsupportedError
-from iris_pg.platforms import gpu
+from iris_pg.platforms.gpu import platform as gpu
 from iris_pg.program import Copy, Copy2D, Program, Reduce, Ref, Signal, Take
 
 

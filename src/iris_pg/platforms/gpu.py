@@ -1,6 +1,6 @@
-"""The platform of the GPUs that torch is built for, CUDA or HIP: what the engines use of it, under one name.
+"""The platform of the GPUs that torch is built for: ``platform`` is the module cuda.py or hip.py.
 
-Both have the same functions and classes. Types are checked against CUDA's.
+Both have the same functions and classes; types are checked against CUDA's.
 """
 
 from __future__ import annotations
@@ -9,54 +9,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from iris_pg.platforms.cuda import FlagOp, Launch, view
-
 if TYPE_CHECKING or not torch.version.hip:
-    from iris_pg.platforms.cuda import (
-        DeviceMemory,
-        DeviceRange,
-        FlagCalls,
-        SecondStream,
-        can_reach,
-        copy,
-        copy_2d,
-        initialise,
-        outside_of_capture,
-        register,
-        stream_handle,
-        unregister,
-        uuid,
-        write,
-    )
+    from iris_pg.platforms import cuda as platform
 else:
-    from iris_pg.platforms.hip import (
-        DeviceMemory,
-        DeviceRange,
-        can_reach,
-        initialise,
-        outside_of_capture,
-        register,
-        unregister,
-        uuid,
-    )
-    from iris_pg.platforms.hip_streams import FlagCalls, SecondStream, copy, copy_2d, stream_handle, write
+    from iris_pg.platforms import hip as platform
 
-__all__ = [
-    "DeviceMemory",
-    "DeviceRange",
-    "FlagCalls",
-    "FlagOp",
-    "Launch",
-    "SecondStream",
-    "can_reach",
-    "copy",
-    "copy_2d",
-    "initialise",
-    "outside_of_capture",
-    "register",
-    "stream_handle",
-    "unregister",
-    "uuid",
-    "view",
-    "write",
-]
+__all__ = ["platform"]

@@ -1,6 +1,6 @@
 """The HIP platform, for AMD GPUs: the interface of platforms/cuda.py, by the runtime that torch has loaded.
 
-Streams are in hip_streams.py. Ranks may share a GPU, and each may see GPUs under numbers of its own
+What streams do is in hip_streams.py. Ranks may share a GPU, and each may see GPUs under numbers of its own
 (ROCR_VISIBLE_DEVICES, HIP_VISIBLE_DEVICES): what identifies one is its PCI address.
 
 Where the runtime can export VMM memory, a segment is a file descriptor of it, mapped where the heap wants it. Where it
@@ -25,6 +25,8 @@ import torch
 
 from iris_pg.errors import DriverError, HeapExhaustedError, UnsupportedError
 from iris_pg.platforms import hip_runtime as h
+from iris_pg.platforms.cuda import FlagOp, Launch, view
+from iris_pg.platforms.hip_streams import FlagCalls, SecondStream, check, copy, copy_2d, stream_handle, write
 
 _PCI_BYTES = 64  # room for "0000:0c:00.0"
 _vmm_lock = (
@@ -328,8 +330,15 @@ def outside_of_capture() -> Iterator[None]:
 __all__ = [
     "DeviceMemory",
     "DeviceRange",
+    "FlagCalls",
+    "FlagOp",
     "IpcRange",
+    "Launch",
+    "SecondStream",
     "can_reach",
+    "check",
+    "copy",
+    "copy_2d",
     "enable_peers",
     "initialise",
     "number_of",
@@ -337,6 +346,9 @@ __all__ = [
     "over",
     "pci_address",
     "register",
+    "stream_handle",
     "unregister",
     "uuid",
+    "view",
+    "write",
 ]
