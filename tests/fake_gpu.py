@@ -20,9 +20,9 @@ import torch.distributed as dist
 from iris_pg import device_transport, device_work
 from iris_pg.copy_engine import stream as stream_engine
 from iris_pg.copy_engine.reduction import reduce_bytes
-from iris_pg.platforms import cuda
 from iris_pg.platforms.atomics import atomics
 from iris_pg.platforms.cpu import HostMemory
+from iris_pg.platforms.gpu import platform as cuda
 
 DEVICE = torch.device("cuda", 0)
 

@@ -477,7 +477,7 @@ def _serve(fd: int, port: int) -> None:
     store = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
     for name in ("iris_pg.process_group", "torch.distributed.nn"):  # the latter would keep the first group as a default
         importlib.import_module(name)
-    if torch.version.cuda:  # torch opens the driver at a group's first barrier, and keeps it
+    if torch.version.cuda or torch.version.hip:  # torch opens the driver at a group's first barrier, and keeps it
         torch.cuda.is_available() and torch.cuda.current_stream()
         torch.cuda.device_count()
     gc.collect()

@@ -112,7 +112,7 @@ def make_queues(
     page: DevicePage, first: int, places: Sequence[str], timeout_s: float, watch: Callable[[], None]
 ) -> tuple[DeviceQueues | None, str]:
     """Return the queues of this rank, and what is to be said of them; None where rocm-xio has none for a rank (they are
-    lent to another group, ranks share a GPU, or do not see each other's): then streams copy in their place. Collective;
+    another group's, ranks share a GPU, or do not see each other's): then streams copy in their place. Collective;
     arguments are those of :class:`DeviceQueues`.
 
     Args:
@@ -129,7 +129,7 @@ def make_queues(
     else:
         try:
             devices = numbers(places, links.rank, links.group)
-            held = next(filter(None, (library.holder(devices[links.rank], d) for d in devices)), None)
+            held = next(filter(None, (library.owner(devices[links.rank], d) for d in devices)), None)
             lack = held and f"SDMA queues of a rank belong to {held}"
         except UnsupportedError as error:
             lack = str(error)

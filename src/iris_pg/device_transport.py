@@ -65,8 +65,8 @@ class DeviceTransport(DeviceMessages):
         heap: symmetric memory on the GPU; outputs in it are written by peers directly.
 
     Raises:
-        UnsupportedError: cuda-bindings is missing, GPUs cannot access each other's memory, or the engine does not exist
-            for CUDA tensors. Else as :class:`SymmetricHeap`.
+        UnsupportedError: cuda-bindings or rocm-xio is missing, GPUs cannot access each other's memory, or streams of
+            an AMD GPU do not do what they are told. Else as :class:`SymmetricHeap`.
     """
 
     def __init__(self, links: Links, options: Options, timeout_s: float, device: torch.device) -> None:

@@ -23,8 +23,9 @@ from iris_pg.copy_engine.patience import Patience
 from iris_pg.device_queues import DeviceQueues, make_queues, words_for
 from iris_pg.errors import UnsupportedError
 from iris_pg.flags import LINE, ControlPage
-from iris_pg.platforms import cpu, cuda, hip
+from iris_pg.platforms import cpu, hip
 from iris_pg.platforms.atomics import atomics
+from iris_pg.platforms.gpu import platform
 from iris_pg.program import Copy, Ref
 
 PLACES = ["0000:0c:00.0", "0000:22:00.0"]
@@ -187,9 +188,9 @@ def a_gpu(monkeypatch):
     with installed(monkeypatch):
         memory = cpu.HostMemory()
         memory.place = PLACES[0]
-        monkeypatch.setattr(cuda, "DeviceMemory", lambda device: memory)  # the platform of this torch
-        monkeypatch.setattr(cuda, "register", hip.register)
-        monkeypatch.setattr(cuda, "unregister", hip.unregister)
+        monkeypatch.setattr(platform, "DeviceMemory", lambda device: memory)
+        monkeypatch.setattr(platform, "register", hip.register)
+        monkeypatch.setattr(platform, "unregister", hip.unregister)
         yield
 
 
@@ -208,8 +209,8 @@ def test_a_context_on_an_amd_gpu(a_gpu, monkeypatch, fakes, package):
         ctx.put(a, 0, b, signal_flag=flag, signal_value=3)
         assert torch.equal(a, b) and flag.item() == 3
         assert ctx.get_copy_engine_ctx().shape == (1, 6)
-        assert library.holder(0, 0)
-    assert not library.holder(0, 0), "a context that is closed gives its queues back"
+        assert library.owner(0, 0)
+    assert not library.owner(0, 0), "a context that is closed gives its queues back"
 
 
 def test_a_context_on_another_gpu_is_refused():

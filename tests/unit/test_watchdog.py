@@ -19,8 +19,8 @@ from iris_pg.device_watchdog import Captured, Watchdog
 from iris_pg.device_work import Held, Lane
 from iris_pg.errors import DeadlineError, MismatchError, PeerLostError
 from iris_pg.memory.sharing import Links
-from iris_pg.platforms import cuda
 from iris_pg.platforms.atomics import atomics
+from iris_pg.platforms.gpu import platform as cuda
 from iris_pg.program import Program, Ref, Signal, Take
 from iris_pg.watch import Watch, tag_of
 

@@ -297,7 +297,7 @@ def test_another_version_is_told(fakes):
         xio.Library(failing)
 
 
-def test_a_queue_is_lent_once(fakes):
+def test_a_queue_has_one_owner(fakes):
     fake = fakes()
     library = xio.Library(fake.module)
     (m1, w1), (m2, w2) = words(), words()
@@ -342,7 +342,7 @@ def test_a_wait_in_vain_ends_with_the_queue_and_what_it_waits_for(fakes):
     for again in (lambda: queue.submit([]), lambda: queue.wait(end)):
         with pytest.raises(DeadlineError):
             again()
-    assert not queue.close(0.1), "it is still waiting, so it must not be given back"
+    assert not queue.close(0.1), "it is still waiting, so it must not be released"
     atomics().store32(ctypes.addressof(flag), 6)
     assert queue.close(5)
     del memory

@@ -4,9 +4,9 @@ Two signatures have been published. The older one takes a source before its dest
 takes a destination first, and addresses in place of a tile. A positional call would copy backwards with one of them, so
 every argument goes by keyword, and :func:`check` looks at what has been moved before a queue is used.
 
-The library is a singleton: a process has one queue for each pair of GPUs. So a queue is lent to one group or context at
-a time (:meth:`Library.borrow`); behind a wait of one, operations of another could wait for each other for ever. It is
-never shut down: that frees no queue, and the runtime's own end may stall on it.
+The library is a singleton: a process has one queue for each pair of GPUs. So a queue belongs to one group or context
+at a time (:meth:`Library.acquire`); behind a wait of one, operations of another could wait for each other for ever. The
+library is never shut down: that frees no queue, and the runtime's own end may stall on it.
 
 Sources: ROCm/rocm-xio, the Python package of its endpoint ``sdma_ep`` and its examples, which call it by keyword;
 ROCm/iris, which calls the older signature, and makes its tiles. Devices are HIP's, as this process numbers them.
@@ -83,39 +83,39 @@ class Library:
         self._tile = getattr(module, "Tile", None)  # of the older signature alone
         self.ring_bytes = int(getattr(module, "SDMA_QUEUE_SIZE", _RING_BYTES))
         self._lock = threading.Lock()
-        self._lent: dict[tuple[int, int], str] = {}  # to whom
+        self._owners: dict[tuple[int, int], str] = {}
         _succeed("init", module.init())
 
-    def borrow(self, src_device: int, dst_device: int, borrower: str) -> int:
-        """Return the channel of the queue from one GPU to another, which is then the borrower's until it gives it back.
+    def acquire(self, src_device: int, dst_device: int, owner: str) -> int:
+        """Return the channel of the queue from one GPU to another, which is then the owner's until it is released.
 
         Args:
             src_device, dst_device: numbers of GPUs, as HIP counts them in this process.
 
         Raises:
-            UnsupportedError: it is lent.
+            UnsupportedError: it belongs to another.
         """
         with self._lock:
-            holder = self._lent.get((src_device, dst_device))
-            if holder is not None:
+            other = self._owners.get((src_device, dst_device))
+            if other is not None:
                 raise UnsupportedError(
-                    f"the SDMA queue from GPU {src_device} to GPU {dst_device} belongs to {holder}: rocm-xio has one "
+                    f"the SDMA queue from GPU {src_device} to GPU {dst_device} belongs to {other}: rocm-xio has one "
                     "for each pair of GPUs in a process, and two users of one could wait for each other; close the "
                     "other group or context first, or do without engines=('sdma',)"
                 )
             channel = self._module.create_host_queue(src_device=src_device, dst_device=dst_device)
-            self._lent[src_device, dst_device] = borrower
+            self._owners[src_device, dst_device] = owner
             return int(channel)
 
-    def holder(self, src_device: int, dst_device: int) -> str | None:
-        """Return to whom a queue is lent, if it is."""
+    def owner(self, src_device: int, dst_device: int) -> str | None:
+        """Return to whom a queue belongs, if to anyone."""
         with self._lock:
-            return self._lent.get((src_device, dst_device))
+            return self._owners.get((src_device, dst_device))
 
-    def give_back(self, src_device: int, dst_device: int) -> None:
+    def release(self, src_device: int, dst_device: int) -> None:
         """Take a queue back in which nothing waits."""
         with self._lock:
-            del self._lent[src_device, dst_device]
+            del self._owners[src_device, dst_device]
 
     def call(self, src_device: int, dst_device: int, channel: int, asked: Invocation) -> None:
         """Make one call of :func:`iris_pg.copy_engine.calls.invocations`, in the signature that the library has.

@@ -73,7 +73,7 @@ class XioQueue:
         self.fault: IrisError | None = None
         self._load = atomics().load32
         self._patience = Patience(timeout_s, check=lambda *_: watch and watch(), describe=lambda _: self._late())
-        self.channel = library.borrow(src_device, dst_device, name)
+        self.channel = library.acquire(src_device, dst_device, name)
         at = words.host + _CHECK, words.device + _CHECK
         try:
             check(self.submit, lambda: self.wait(self._told), *at)
@@ -129,7 +129,7 @@ class XioQueue:
 
     def close(self, patience_s: float = 1.0) -> bool:
         """Give the queue back when it comes to its end; return whether it did. Else the engine may still use memory
-        that calls name, and the queue stays lent for good.
+        that calls name, and the queue belongs to this one for good.
         """
         patience = Patience(patience_s)
         told = self._told
@@ -137,7 +137,7 @@ class XioQueue:
             patience.wait(self._words.host, _FULL, told & _FULL, (1 << 31) - 1, told & _FULL)
         except DeadlineError:
             return False
-        self._library.give_back(*self._devices)
+        self._library.release(*self._devices)
         return True
 
     # ------------------------------------------------------------------------------------------------------------------
