@@ -214,8 +214,9 @@ def try_streams(heap: SymmetricHeap, page: DevicePage, word: int, pair_bytes: in
     assert MAIL_SLOTS > 1  # so that each rank has two slots to itself
     try:
         with torch.cuda.device(device):
-            for peer in range(heap.world):
-                here, there = (slot(mine, 0, mine), slot(mine, 1, mine)), slot(peer, 0, mine)
+            here = slot(mine, 0, mine), slot(mine, 1, mine)
+            peers = [peer for peer in range(heap.world) if peer != mine]
+            for there in [slot(peer, 0, mine) for peer in peers] or here[1:]:
                 hip_streams.check(device, stream.cuda_stream, here, there, flag, settle, pair_bytes)
     except IrisError as error:
         problem = str(error)

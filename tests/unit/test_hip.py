@@ -292,7 +292,7 @@ def put(program, runtime, second=None, lanes=True, number=None):
 
 
 def test_an_all_gather(engine):
-    """Two ranks, output in the heap: let the peer write; copy the own part; when the peer lets us, copy and say so;
+    """Two ranks, output in the heap: copy the own part; let the peer write; when the peer lets us, copy and say so;
     wait for the peer's part; say that operation 7 is done.
     """
     page = ControlPage(2)
@@ -302,9 +302,9 @@ def test_an_all_gather(engine):
     program = build(Setting(0, 2, page, tag=0xABC, pushes=True), flow)
     enter, done = page.enter, page.done
     mine, theirs = 0x301000, 0x302000  # control pages
-    assert put(program, engine, number=7) == [
-        ("hipStreamWriteValue32", STREAM, theirs + enter(0), 0xABC, 0),
+    assert put(program, engine, lanes=False, number=7) == [
         ("hipMemcpyAsync", 0x201000, 0x101000, 64, 1024, STREAM),
+        ("hipStreamWriteValue32", STREAM, theirs + enter(0), 0xABC, 0),
         ("hipStreamWaitValue32", STREAM, mine + enter(1), 0xABC, 1, 0xFFFFFFFF),
         ("hipStreamWriteValue32", STREAM, mine + enter(1), 0, 0),
         ("hipMemcpyAsync", 0x202000, 0x101000, 64, 1024, STREAM),
@@ -389,6 +389,12 @@ def test_a_trial_moves_bytes_and_looks_at_them(runtime, places):
     hip_streams.check(*arguments)
     assert torch.equal(tensors[0], tensors[1]) and torch.equal(tensors[0], tensors[2]) and tensors[0].any()
     assert [call[3] for call in runtime.calls if call[0] == "hipMemcpyAsync"] == [64, 64, 8192, 8192, 65536, 65536]
+
+
+def test_a_trial_of_one_rank_has_no_peer(runtime, places):
+    (device, stream, here, _, *rest), tensors = places
+    hip_streams.check(device, stream, here, here[1], *rest)
+    assert torch.equal(tensors[0], tensors[1]) and not tensors[2].any()
 
 
 def test_a_copy_that_is_skipped_is_noticed(monkeypatch, places):

@@ -171,7 +171,7 @@ def check(
         calls: list[Launch] = [
             FlagCalls([FlagOp(False, on_gpu, turn), FlagOp(True, on_gpu, turn)]),
             copy(there, source, nbytes),
-            copy(back, there, nbytes),
+            *([copy(back, there, nbytes)] if there != back else []),
             FlagCalls([FlagOp(False, on_gpu, 1000 + turn)]),
         ]
         for launch in calls:
