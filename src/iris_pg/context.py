@@ -107,7 +107,7 @@ class Iris(HeapTensors):
             self._channels: Channels | DeviceChannels | None = None
             if "sdma" in engines and memory is None:
                 self._channels = Channels(self.heap, timeout_s, options.hostile_seed)
-            elif "sdma" in engines:
+            elif "sdma" in engines and memory:
                 from iris_pg.device_channels import DeviceChannels
 
                 self._channels = DeviceChannels(self.heap, memory.place, timeout_s)

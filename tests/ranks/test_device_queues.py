@@ -93,11 +93,11 @@ def every_operation(rank, world, signature, seed, iterations):
 
 
 @pytest.mark.parametrize(
-    ("world", "signature", "seed"), [(1, "new", None), (2, "old", None), (2, "new", 1), (4, "new", 2)]
+    ("world", "signature", "seed"), [(1, "new", None), (2, "old", None), (2, "new", 1), (3, "new", None)]
 )
 def test_every_operation(ranks, world, signature, seed):
     options = dict(device_chunk_bytes=CHUNK, engine="sdma")
-    ranks(world).run(every_operation, signature, seed, 4 if world < 4 else 2, options=options, timeout_s=100)
+    ranks(world).run(every_operation, signature, seed, 4 if world < 3 else 2, options=options, timeout_s=100)
 
 
 def a_late_rank_is_named(rank, world, signature):
