@@ -7,7 +7,7 @@ import pytest
 from iris_pg.copy_engine import combine
 
 GPUS = [("cuda", 90, 32), ("hip", "gfx942", 64), ("hip", "gfx950", 64)]
-KERNELS = [(2, "bfloat16", "sum", 16), (8, "float32", "avg", 16), (3, "int8", "max", 1), (4, "float64", "product", 8)]
+KERNELS = [(2, "bfloat16", "sum", 16), (8, "float32", "avg", 16), (3, "float16", "max", 2), (4, "float32", "sum", 4)]
 
 
 @pytest.mark.parametrize(("backend", "arch", "width"), GPUS)
