@@ -51,8 +51,8 @@ class Neighbours:
 
     @staticmethod
     def _unreadable() -> str | None:
-        # Memory that a GPU's driver has pinned for tensors cannot be read by other processes.
-        return "there are GPUs, with pinned memory" if torch.cuda.device_count() else None
+        # A tensor may then lie in memory that a driver has pinned, which may not be readable; that was not tried.
+        return "there are GPUs, whose driver may have pinned a tensor's memory" if torch.cuda.device_count() else None
 
     def _try(self, cards: list[dict[str, object]]) -> list[str | None]:
         """Return what is in the way, of every rank."""
