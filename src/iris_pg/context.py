@@ -39,6 +39,7 @@ from iris_pg.options import Options
 from iris_pg.rendezvous import meet
 
 if TYPE_CHECKING:
+    from iris_pg.copy_engine.stream_channels import StreamChannels
     from iris_pg.device_channels import DeviceChannels
 
 ENGINES = ("sdma",)
@@ -65,11 +66,13 @@ def iris(heap_size: int = 1 << 30, engines: Sequence[str] = (), device: torch.de
         heap_size: most bytes of heap tensors per rank; mapped as they are used.
         engines: ``("sdma",)`` for puts: it starts the copy engine and its thread. Without it there are the heap, its
             tensors, and device code.
-        device: where the heap is: the CPU, or this rank's AMD GPU. There ``"sdma"`` is rocm-xio, its one channel to a
-            rank is 0, and a transfer reads what streams have done: call ``torch.cuda.synchronize()`` before it.
+        device: where the heap is: the CPU, or this rank's GPU. On NVIDIA GPUs a transfer follows what the current
+            stream was told before, and a signal is a kernel of one thread. On AMD GPUs ``"sdma"`` is rocm-xio, its one
+            channel to a rank is 0, and a transfer reads what streams have done: call ``torch.cuda.synchronize()``
+            before it.
 
     Raises:
-        UnsupportedError: an NVIDIA GPU, for which the engine is not there; or what rocm-xio lacks.
+        UnsupportedError: GPUs that cannot access each other's memory, or what cuda-bindings or rocm-xio lacks.
         OptionError: an engine that does not exist, a bad size, or half of torchrun's variables.
         DeadlineError, PeerLostError: a rank did not come, or died. MismatchError: ranks ask for different sizes.
     """
@@ -104,13 +107,13 @@ class Iris(HeapTensors):
         try:
             self.heap = SymmetricHeap(self._links, heap_size, memory=memory)
             self._encoder = Encoder(self.heap)
-            self._channels: Channels | DeviceChannels | None = None
+            self._channels: Channels | StreamChannels | DeviceChannels | None = None
             if "sdma" in engines and memory is None:
                 self._channels = Channels(self.heap, timeout_s, options.hostile_seed)
             elif "sdma" in engines and memory:
-                from iris_pg.device_channels import DeviceChannels
+                from iris_pg.device_channels import channels_on
 
-                self._channels = DeviceChannels(self.heap, memory.place, timeout_s)
+                self._channels = channels_on(self.heap, memory.place, timeout_s)
         except BaseException as error:
             self._links.close("set-up failed", error)
             raise
@@ -147,7 +150,7 @@ class Iris(HeapTensors):
 
         Raises:
             ArgumentError: a tensor, flag, rank or channel that does not fit. Nothing has moved.
-            UnsupportedError: the context has no copy engine, or a tensor is not on the CPU.
+            UnsupportedError: the context has no copy engine, a tensor is not where its heap is, or a graph is captured.
             DeadlineError: the wait was in vain; with a dump of the queue, which takes nothing more.
             ClosedError: the context is closed, or the queue has failed before.
         """
@@ -244,13 +247,15 @@ class Iris(HeapTensors):
         self._engine("quiet", self.cur_rank if to_rank is None else to_rank).quiet(to_rank, channel)
 
     def get_copy_engine_ctx(self) -> Tensor | None:
-        """Return what device code needs for its own puts, uint64 [num_ranks, 6]; None without the copy engine.
+        """Return what device code needs for its own puts, uint64 [num_ranks, 6]; None without the copy engine, and on
+        NVIDIA GPUs, whose copy engines take packets of the driver only.
 
         A row is the queue to that rank on channel 0: queue buffer, read pointer, write pointer, doorbell, cached write
         pointer, committed write pointer.
         """
         self._check_open("get_copy_engine_ctx")
-        return torch.tensor(self._channels.contexts(), dtype=torch.uint64) if self._channels else None
+        contexts = self._channels.contexts() if self._channels else None
+        return None if contexts is None else torch.tensor(contexts, dtype=torch.uint64)
 
     # The ranks --------------------------------------------------------------------------------------------------------
 
@@ -328,7 +333,7 @@ class Iris(HeapTensors):
     def __repr__(self) -> str:
         return f"<Iris {self._links.group}, rank {self.cur_rank} of {self.num_ranks}>"
 
-    def _engine(self, op: str, to_rank: int) -> Channels | DeviceChannels:
+    def _engine(self, op: str, to_rank: int) -> Channels | StreamChannels | DeviceChannels:
         """Return the copy engine's queues, when ``op`` to ``to_rank`` is possible."""
         self._check_open(op)
         if self._channels is None:

@@ -1,10 +1,11 @@
-"""The queues of a one-sided context whose heap is on an AMD GPU."""
+"""The queues of a one-sided context whose heap is on a GPU: streams of an NVIDIA GPU, or rocm-xio for an AMD one."""
 
 from __future__ import annotations
 
 import torch
 
 from iris_pg.copy_engine import xio
+from iris_pg.copy_engine.stream_channels import StreamChannels
 from iris_pg.copy_engine.xio_channels import XioChannels
 from iris_pg.copy_engine.xio_queue import WORDS_BYTES, Words
 from iris_pg.device_page import DevicePage
@@ -21,14 +22,29 @@ def memory_on(device: torch.device) -> gpu.DeviceMemory:
     """Return the memory of a GPU that a context's heap may be made of.
 
     Raises:
-        UnsupportedError: it is no AMD GPU.
+        UnsupportedError: torch has no GPU, or what it needs is missing.
     """
-    if device.type != "cuda" or not torch.version.hip:
-        raise UnsupportedError(
-            f"a one-sided context on {device}; it is on the CPU or on an AMD GPU, whose copy engines take packets from "
-            "user space; on NVIDIA GPUs use the collectives of a process group"
-        )
+    if device.type != "cuda" or not (torch.version.hip or torch.cuda.is_available()):
+        raise UnsupportedError(f"a one-sided context on {device}; it is on the CPU, or on a GPU that torch sees")
     return gpu.DeviceMemory(torch.device("cuda", torch.cuda.current_device()) if device.index is None else device)
+
+
+def channels_on(heap: SymmetricHeap, place: str, timeout_s: float) -> StreamChannels | DeviceChannels:
+    """Return the queues from this rank's GPU to those of all ranks. Collective; see :class:`DeviceChannels`.
+
+    Raises:
+        UnsupportedError: as :class:`DeviceChannels`; or GPUs that cannot add to flags in each other's memory.
+    """
+    if torch.version.hip:
+        return DeviceChannels(heap, place, timeout_s)
+    places = [str(m.payload["place"]) for m in heap.links.exchange(dict(place=place), what="create queues")]
+    for peer, there in enumerate(places):
+        if not gpu.has_atomics(heap.device, there):
+            raise UnsupportedError(
+                f"rank {heap.rank}'s {heap.device} has no atomic operations on the memory of rank {peer}'s GPU (see "
+                "`nvidia-smi topo -p2p a`), so a put cannot signal; use the collectives of a process group"
+            )
+    return StreamChannels(heap, timeout_s)
 
 
 class DeviceChannels(XioChannels):
@@ -67,4 +83,4 @@ class DeviceChannels(XioChannels):
             self._page.close()
 
 
-__all__ = ["DeviceChannels", "memory_on"]
+__all__ = ["DeviceChannels", "channels_on", "memory_on"]

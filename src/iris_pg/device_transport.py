@@ -29,7 +29,7 @@ from iris_pg.collectives.barrier import barrier
 from iris_pg.collectives.flow import Flow, Fold
 from iris_pg.collectives.setting import Setting
 from iris_pg.device_copies import DeviceCopies, Prepared
-from iris_pg.device_exchanges import DeviceExchanges, PreparedExchanges, has_reduction, last_resort_s
+from iris_pg.device_exchanges import DeviceExchanges, PreparedExchanges, check_comm_sms, has_reduction, last_resort_s
 from iris_pg.device_messages import DeviceMessages, MailLane
 from iris_pg.device_page import DevicePage
 from iris_pg.device_queues import DeviceQueues, make_queues, try_streams, words_for
@@ -72,14 +72,14 @@ class DeviceTransport(DeviceMessages):
     def __init__(self, links: Links, options: Options, timeout_s: float, device: torch.device) -> None:
         self.links, self.rank, self.world, self.device = links, links.rank, links.world, device
         self.engine, self.reason = engine_for(options.engine, "cuda")
-        self._chunk_bytes = options.device_chunk_bytes
+        self._chunk_bytes, self._comm_sms = options.device_chunk_bytes, options.comm_sms
+        self._requested = options.engine
         memory = self._agree_on_devices()
         # Words: collectives, messages to each rank, messages from each rank, graphs.
         words = 2 + 2 * self.world
         self._page = page = DevicePage(links, words + (words_for(self.world) if torch.version.hip else 0))
         self._copies = DeviceCopies(page, device, self._chunk_bytes)
-        self._requested = options.engine
-        self._exchanges = None if self._requested == "sdma" else DeviceExchanges(page, device)
+        self._exchanges = None if self._requested == "sdma" else DeviceExchanges(page, device, options.comm_sms)
         self._uses_kernels: dict[Key, bool] = {}
         self._kernels = None
         try:
@@ -121,6 +121,8 @@ class DeviceTransport(DeviceMessages):
         problem, memory = None, None
         try:
             memory = gpu.DeviceMemory(self.device)
+            if self._requested != "sdma":
+                check_comm_sms(self._comm_sms, self.device)
         except IrisError as error:
             problem = str(error)
         card = dict(problem=problem, place=memory and memory.place, chunk_bytes=self._chunk_bytes, engine=self.engine)
@@ -321,6 +323,7 @@ class DeviceTransport(DeviceMessages):
                 f"  heap      {self.heap.limit_bytes} bytes a rank for tensors; outputs in it are written by peers "
                 "directly (zero copy)",
                 *([f"  copies    {self._copying}"] if self._copying else []),
+                *([f"  kernels   at most {self._comm_sms} CTAs each (comm_sms)"] if self._exchanges else []),
                 f"  elsewhere through landing slots of {self._chunk_bytes} bytes",
                 f"  messages  are matched by their order, and go through {MAIL_SLOTS} slots of "
                 f"{self._copies.pair_bytes} bytes for each pair of ranks",

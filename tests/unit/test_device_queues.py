@@ -214,7 +214,7 @@ def test_a_context_on_an_amd_gpu(a_gpu, monkeypatch, fakes, package):
 
 
 def test_a_context_on_another_gpu_is_refused():
-    with pytest.raises(UnsupportedError, match="it is on the CPU or on an AMD GPU"):
+    with pytest.raises(UnsupportedError, match="it is on the CPU, or on a GPU that torch sees"):
         iris(device="cuda:0")
 
 

@@ -21,7 +21,6 @@ from iris_pg.kernels.launch import Exchange, Launch, Launches, Limits
 from iris_pg.kernels.loader import kernels
 from iris_pg.platforms.atomics import atomics
 
-DEFAULT_COMM_SMS = 32
 _NARROW = ("rank",)  # arguments of 32 bits; all others have 64
 _TUPLES = (*("bases", "sends", "send_bytes", "send_shares", "receives", "receive_bytes", "receive_shares", "places"),)
 
@@ -59,6 +58,16 @@ def gpu_limits(platform: str, comm_sms: int) -> Limits:
     )
 
 
+def check_comm_sms(comm_sms: int, device: torch.device) -> None:
+    """Raise ArgumentError unless all CTAs of a launch run at once on ``device``: each may wait for another's work."""
+    most = torch.cuda.get_device_properties(device).multi_processor_count
+    if not 1 <= comm_sms <= most:
+        raise ArgumentError(
+            f"comm_sms={comm_sms}; it takes 1..{most}, as {device} has {most} multiprocessors, and a CTA that waits "
+            "must not keep another from starting"
+        )
+
+
 class DeviceKernels:
     """Launches exchanges of one rank on a GPU. Launches of a group follow each other on the GPU: the caller orders
     them, in the same order on every rank.
@@ -81,19 +90,14 @@ class DeviceKernels:
         bases: Sequence[int],
         areas: Mapping[str, int],
         slot_bytes: int,
-        comm_sms: int = DEFAULT_COMM_SMS,
+        comm_sms: int,
         timeout_s: float = 600.0,
         device: torch.device | None = None,
     ) -> None:
         self.device = torch.device("cuda", torch.cuda.current_device()) if device is None else device
-        most = torch.cuda.get_device_properties(self.device).multi_processor_count
         if slot_bytes <= 0 or slot_bytes % 16:
             raise ArgumentError(f"slot_bytes={slot_bytes}; it takes a positive multiple of 16")
-        if not 1 <= comm_sms <= most:
-            raise ArgumentError(
-                f"comm_sms={comm_sms}; it takes 1..{most}, as {self.device} has {most} multiprocessors, and a CTA that "
-                "waits must not keep another from starting"
-            )
+        check_comm_sms(comm_sms, self.device)
         self.timeout_s = timeout_s
         k = kernels(interpreted=False)
         self._counters = torch.zeros(comm_sms * k.COUNTERS.value * world, dtype=torch.int32, device=self.device)
