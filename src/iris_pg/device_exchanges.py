@@ -38,7 +38,7 @@ class PreparedExchanges:
 
     def launch(self, stream: Any, number: int | None, after: Callable[[], Any] | None) -> None:
         """Put it on a stream, as :meth:`iris_pg.device_copies.Prepared.launch` does."""
-        self._launches.launch(int(stream))
+        self._launches.launch(stream)
         if after:
             after()
         if number is not None:

@@ -144,7 +144,7 @@ def a_wait_in_vain_ends(rank, world):
         ctx.put(source, to, inbox, wait_flag=flag, wait_value=2**32 - 1, async_op=True)  # unsigned
         ctx.put(source, to, inbox, async_op=True)  # behind it
         with pytest.raises(
-            DeadlineError, match=r"waits for a flag of rank . at byte .*: it has been 3, and not >= 429"
+            DeadlineError, match=r"waits for a flag of rank ., at byte .*: it has been 3, and not >= 429"
         ):
             ctx.quiet()
         assert 0.9 < time.monotonic() - start < 4

@@ -46,7 +46,7 @@ def runs_the_table(rank, world, engine):
 @pytest.mark.parametrize(("engine", "world"), ROWS)
 def test_the_table_on_gpus(ranks, engine, world, capsys):
     options = dict(engine=engine, device_chunk_bytes=1 << 16)
-    said = ranks(world).run(runs_the_table, engine, options=options, timeout_s=280, group_timeout_s=60)
+    said = ranks(world).run(runs_the_table, engine, options=options, timeout_s=200, group_timeout_s=30)
     counts, wrong = zip(*said, strict=True)
     with capsys.disabled():
         print(f"\ntable: {engine}, {world} ranks: {counts[0]} rows of {len(OPERATIONS) - 1} operations")

@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 from triton.runtime.jit import JITFunction
 
+from iris_pg.platforms.compiled import kernel_launch
 from iris_pg.platforms.gpu import platform as gpu
 
 
@@ -37,23 +38,16 @@ def source_of(bits: int) -> Any:
 
 def increase(device: torch.device, flag: int, value: int, bits: int) -> gpu.Launch:
     """Return what adds ``value``, modulo 2^bits, to the flag at an address that ``device`` can access."""
-    kernel, constants = _loaded(device, bits)
     signed = value - (1 << 64) if value >= 1 << 63 else value
-    run, arguments = kernel[1, 1, 1], (flag, signed, *constants)
-
-    def launch(stream: Any) -> None:
-        run(*arguments, stream=int(stream))
-
-    return launch
+    return kernel_launch(_loaded(device, bits), 1, (flag, signed))
 
 
 @functools.cache
-def _loaded(device: torch.device, bits: int) -> tuple[Any, tuple[Any, ...]]:
-    source = source_of(bits)
+def _loaded(device: torch.device, bits: int) -> Any:
     with torch.cuda.device(device), gpu.outside_of_capture():
-        kernel = triton.compile(source, options=dict(num_warps=1))
+        kernel = triton.compile(source_of(bits), options=dict(num_warps=1))
         kernel._init_handles()
-    return kernel, tuple(source.constants.values())
+    return kernel
 
 
 __all__ = ["increase", "source_of"]

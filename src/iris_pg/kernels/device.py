@@ -20,6 +20,7 @@ from iris_pg.errors import ArgumentError, DeadlineError
 from iris_pg.kernels.launch import Exchange, Launch, Launches, Limits
 from iris_pg.kernels.loader import kernels
 from iris_pg.platforms.atomics import atomics
+from iris_pg.platforms.compiled import kernel_launch
 
 _NARROW = ("rank",)  # arguments of 32 bits; all others have 64
 _TUPLES = (*("bases", "sends", "send_bytes", "send_shares", "receives", "receive_bytes", "receive_shares", "places"),)
@@ -129,7 +130,8 @@ class DeviceKernels:
         Raises:
             UnsupportedError: a reduction that the kernels do not have.
         """
-        self.prepare(exchanges).launch(stream)
+        with torch.cuda.device(self.device):
+            self.prepare(exchanges).launch(stream if isinstance(stream, int) else stream.cuda_stream)
 
     @property
     def late(self) -> int | None:
@@ -171,17 +173,14 @@ class PreparedLaunches:
 
     def __init__(self, device: torch.device, launches: Sequence[tuple[Any, Launch]]) -> None:
         self._device = device
-        # A kernel's constants have places among its arguments, though nothing is passed for them.
-        self._calls = [(kernel[n.ctas, 1, 1], (*n.arguments, *n.constants.values())) for kernel, n in launches]
+        self._calls = [kernel_launch(kernel, launch.ctas, launch.arguments) for kernel, launch in launches]
 
-    def launch(self, stream: torch.cuda.Stream | int) -> None:
-        """Launch them on ``stream`` (or its handle), one after another, and return."""
-        handle = stream if isinstance(stream, int) else stream.cuda_stream
-        if torch.cuda.current_device() != self._device.index:
-            with torch.cuda.device(self._device):
-                return self.launch(handle)
-        for call, arguments in self._calls:
-            call(*arguments, stream=handle)
+    def launch(self, stream: Any) -> None:
+        """Launch them on ``stream`` (its handle, or as the platform's functions take it), one after another, and
+        return. The device is the current one.
+        """
+        for call in self._calls:
+            call(stream)
 
 
 @functools.cache
