@@ -52,14 +52,15 @@ lint: $(STAMP)
 types: $(STAMP)
 	$(BIN)/mypy src
 
-OTHER_TESTS := $(filter-out tests/unit/ tests/conformance/ tests/__pycache__/,$(wildcard tests/*/))
+# Two at a time: PyTorch's own tests, which sleep for most of their time, and examples beside all others.
+BESIDE := tests/conformance/ tests/integration/
+OTHERS := $(filter-out tests/unit/ tests/__pycache__/ $(BESIDE),$(wildcard tests/*/))
 
-# PyTorch's own tests sleep for most of their time, so all of them run beside the unit tests.
 pytest: $(STAMP)
 ifeq ($(strip $(PYTEST_FLAGS)),)
-	@log=$$(mktemp); $(BIN)/python -m pytest tests/conformance >$$log 2>&1 & conformance=$$!; status=0; \
-	  $(BIN)/python -m pytest tests/unit $(OTHER_TESTS) || status=1; \
-	  wait $$conformance || status=1; cat $$log; rm $$log; exit $$status
+	@log=$$(mktemp); $(BIN)/python -m pytest $(BESIDE) >$$log 2>&1 & beside=$$!; status=0; \
+	  $(BIN)/python -m pytest tests/unit/ $(OTHERS) || status=1; \
+	  wait $$beside || status=1; cat $$log; rm $$log; exit $$status
 else
 	$(BIN)/python -m pytest $(PYTEST_FLAGS)
 endif

@@ -101,7 +101,13 @@ class DeviceTransport(DeviceMessages):
         self._queues: DeviceQueues | None = None
         self._copying = ""
         if torch.version.hip and self._requested != "cu":
-            try_streams(self.heap, page, words, self._copies.pair_bytes, timeout_s)
+            try:
+                try_streams(self.heap, page, words, self._copies.pair_bytes, timeout_s)
+            except UnsupportedError as error:
+                if self._requested == "sdma":
+                    raise
+                self._requested, self.engine = "cu", "cu"
+                self.reason, self._copying = "copy engines failed their trial", f"not used: {error}"
             if self._requested == "sdma":
                 made = make_queues(page, words, self._places, timeout_s, self.watch.check_open)
                 self._queues, self._copying = made

@@ -100,6 +100,51 @@ def test_every_operation(ranks, world, signature, seed):
     ranks(world).run(every_operation, signature, seed, 4 if world < 3 else 2, options=options, timeout_s=100)
 
 
+class NoKernels:
+    """In place of the kernels of the cu engine, which need a GPU."""
+
+    def __init__(self, page, device):
+        pass
+
+    def areas(self):
+        return {}
+
+    def use(self, heap, timeout_s):
+        return None
+
+    def close(self):
+        pass
+
+
+def a_trial_fails(rank, world, engine):
+    from iris_pg import device_transport
+    from iris_pg.errors import UnsupportedError
+
+    def fails(*_):
+        raise UnsupportedError("rank 1: a copy was skipped")
+
+    with amd_gpus("new"):
+        device_transport.try_streams, tried = fails, device_transport.try_streams
+        device_transport.DeviceExchanges, kernels = NoKernels, device_transport.DeviceExchanges
+        try:
+            if engine == "sdma":
+                with pytest.raises(UnsupportedError, match="rank 1: a copy was skipped"):
+                    dist.group.WORLD._on(fake_gpu.DEVICE)
+                return
+            transport = dist.group.WORLD._on(fake_gpu.DEVICE)
+            text = transport.explain()
+            assert "engine    cu (copy engines failed their trial)" in text, text
+            assert "copies    not used: rank 1: a copy was skipped" in text, text
+            assert transport._is_for_kernels(("any",), None, lambda *_: None)
+        finally:
+            device_transport.try_streams, device_transport.DeviceExchanges = tried, kernels
+
+
+@pytest.mark.parametrize("engine", ["sdma", "auto"])
+def test_streams_that_fail_their_trial_are_not_used(ranks, engine):
+    ranks(2).run(a_trial_fails, engine, options=dict(engine=engine))
+
+
 def a_late_rank_is_named(rank, world, signature):
     """And what the other's queues and streams wait for is written, so that all come to an end."""
     from iris_pg.errors import DeadlineError, IrisError

@@ -18,6 +18,7 @@ LAYERS = {
     "errors": 0,
     "options": 1,
     "program": 1,
+    "program_group": 1,
     "verify": 1,
     "reduce_ops": 1,
     "arguments": 1,
@@ -30,12 +31,12 @@ LAYERS = {
     "kernels": 4,
     "collectives": 5,
     "planner": 6,
+    "launches": 6,
     "work": 7,
     "mailbox": 7,
     "mail": 7,
     "process_group": 7,
     "monitored": 7,
-    "launches": 6,
     "transport": 7,
     "device_page": 7,
     "device_queues": 7,
@@ -65,7 +66,8 @@ ONLY = {
     "errors": set(),
     "options": {"errors"},
     "program": {"errors"},
-    "verify": {"errors", "program"},  # a proof about programs must not lean on what runs them
+    "program_group": {"errors", "program"},
+    "verify": {"errors", "program", "program_group"},  # a proof about programs must not lean on what runs them
     "flags": set(),
     "completion": set(),
     "collectives": {"errors", "program", "flags"},  # program builders are pure: no heap, no device, no I/O

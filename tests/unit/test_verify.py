@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 
 from iris_pg.errors import ArgumentError, ProgramError
 from iris_pg.program import Add, Copy, Copy2D, Program, Pull, Reduce, Ref, Signal, Take, Wait
-from iris_pg.verify import _Group, _run, _sampled, verify
+from iris_pg.program_group import ProgramGroup
+from iris_pg.verify import _run, _sampled, verify
 
 # Correct collectives: each returns its programs, and the other arguments of verify.
 
@@ -427,7 +428,7 @@ def test_pieces_that_become_too_small_are_an_error_and_not_a_hang():
 
 def run_sampled(programs, spec, seed):
     """Return the messages of the sampled schedules that fail, without the proof."""
-    group, messages = _Group(programs, spec.get("flags") or {}), []
+    group, messages = ProgramGroup(programs, spec.get("flags") or {}), []
     group.place(INPUTS, spec["outputs"])
     for name, fifos, pick in _sampled(group, seed, 8):
         try:

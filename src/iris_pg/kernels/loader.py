@@ -49,15 +49,18 @@ def _load(interpreted: bool) -> ModuleType:
 
 
 def _rewrite(package: str) -> None:
-    """Let the interpreter rewrite every kernel now, and not at its first launch on some thread: Python 3.11 counts the
-    depth of a syntax tree that is being built for all threads together, and two at a time can end in a SystemError.
+    """Let the interpreter rewrite every function now, and not at its first launch on some thread: Python 3.11 counts
+    the depth of a syntax tree that is being built for all threads together, and two at a time can end in a SystemError.
+
+    What kernels call then becomes the rewritten function itself. Called through the interpreter, it would replace
+    ``triton.language`` once more, which takes longer than most of these functions; the launch has done so already.
     """
     from triton.runtime.interpreter import InterpretedFunction
 
-    for module in [module for name, module in sys.modules.items() if name.startswith(package)]:
-        for function in list(vars(module).values()):
+    for module in [module for name, module in sys.modules.items() if name.startswith(f"{package}.")]:
+        for name, function in list(vars(module).items()):
             if isinstance(function, InterpretedFunction):
-                function.rewrite()
+                setattr(module, name, function.rewrite())
 
 
 def _mend_interpreter() -> None:

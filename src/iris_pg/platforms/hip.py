@@ -29,15 +29,10 @@ from iris_pg.platforms.cuda import FlagOp, Launch, view
 from iris_pg.platforms.hip_streams import FlagCalls, SecondStream, check, copy, copy_2d, stream_handle, write
 
 _PCI_BYTES = 64  # room for "0000:0c:00.0"
-_vmm_lock = (
-    threading.Lock()
-)  # the runtime has mixed up imports and mappings of different threads (mori, vmmProcessLock)
+_vmm_lock = threading.Lock()  # the runtime has mixed up imports and mappings of threads (mori, vmmProcessLock)
 _IPC = struct.Struct("<8sQQQ64s")  # magic, process, address there, nbytes, handle
 _MAGIC = b"iris_ipc"
-_DESCRIPTOR_BY_VALUE = (
-    7,
-    1,
-)  # from here on an import takes a descriptor; before, the address of one (torch, ROCm part)
+_DESCRIPTOR_BY_VALUE = (7, 1)  # from here on an import takes a descriptor; before, its address (torch, ROCm part)
 
 # Devices --------------------------------------------------------------------------------------------------------------
 

@@ -2,6 +2,8 @@
 
 # mypy: ignore-errors
 
+import time
+
 import triton
 import triton.language as tl
 
@@ -120,12 +122,22 @@ def await_all(
     return alive & (late == 0)
 
 
+def pause():
+    """Leave the core to others, in the interpreter: the peer waited for may be waiting for this very core."""
+    time.sleep(2e-3)
+
+
+pause.__triton_builtin__ = True  # the compiler, which never comes to the call, lets it stand
+
+
 @triton.jit
 def look(late, cta, counters, words, mark, began, limit_ns, world: tl.constexpr, PLATFORM: tl.constexpr):
     """Tell the host for whom this CTA waits; return whether to go on, and when the wait began."""
     tl.store(words + WAITING + cta, (mark & 0x7FFF) * 65536 + late)
     alive = tl.load(words + ABORT, volatile=True) == 0
-    if PLATFORM != INTERPRETED:
+    if PLATFORM == INTERPRETED:
+        pause()
+    else:
         if PLATFORM == CUDA:
             now = tl.extra.cuda.globaltimer().to(tl.int64)
         else:
