@@ -10,14 +10,15 @@
 Names, order and defaults of arguments are those of ROCm Iris; what a collective does to shapes is what
 torch.distributed's of the same name does. An engine is set up by the first call that uses it: flags and staging slots
 in memory of their own, so the context's heap holds nothing but the user's tensors. Tensors outside the heap work too,
-at one copy more.
+at one copy more. Tensors are where the heap is, on the CPU or on this rank's GPU; on a GPU a call returns when its
+kernels and copies are on the current stream.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -35,6 +36,9 @@ from iris_pg.planner import engine_for
 from iris_pg.transport import Transport
 from iris_pg.work import IrisWork
 
+if TYPE_CHECKING:
+    from iris_pg.device_transport import DeviceTransport
+
 Tensor = torch.Tensor
 
 ALL_GATHER_VARIANTS = {"sdma": "sdma", "persistent": "cu", "partitioned": "cu"}
@@ -47,7 +51,8 @@ class Config:
 
     Args:
         engine: ``"auto"``, ``"cu"`` (Triton kernels) or ``"sdma"`` (copy engine).
-        comm_sms: compute units that a kernel may use, at most; for a CPU it means nothing.
+        comm_sms: CTAs of a kernel on a GPU, at most: those of the first call that uses the engine; for a CPU it means
+            nothing.
         all_gather_variant: for :meth:`Collectives.all_gather`, another way to name the engine: ``"sdma"``, or one of
             ROCm Iris's kernels, ``"persistent"`` and ``"partitioned"``, which are one here.
 
@@ -207,24 +212,47 @@ class Collectives:
             raise ArgumentError(
                 f"{op}: config is {type(config).__name__}; it takes iris_pg.collective_api.Config {place}"
             )
-        engine, _ = engine_for((config or Config()).engine_of(op), "cpu")
+        config = config or Config()
+        engine = config.engine_of(op)
+        if self._heap.device.type == "cpu":
+            engine, _ = engine_for(engine, "cpu")
         found = self._engines.get(engine)
         if found is None:
-            options = Options(engine=engine, heap_bytes=1)  # for no tensors: those are in the context's heap
-            transport = Transport(self._links, options, self._links.timeout_s, tensors=self._heap)
-            found = self._engines[engine] = _Operations(transport)
+            # The options' heap is for no tensors: those are in the context's.
+            options = Options(engine=engine, heap_bytes=1, comm_sms=config.comm_sms)
+            found = self._engines[engine] = _Operations(self._transport(options), self._heap.device)
         return found
+
+    def _transport(self, options: Options) -> Transport | DeviceTransport:
+        device, timeout_s = self._heap.device, self._links.timeout_s
+        if device.type == "cpu":
+            return Transport(self._links, options, timeout_s, tensors=self._heap)
+        from iris_pg.device_transport import DeviceTransport  # with what GPUs need
+
+        return DeviceTransport(self._links, options, timeout_s, device, self._heap)
 
 
 @front.install
 class _Operations(Reductions, Exchanges, Rooted):
     """The operations of one engine."""
 
-    def __init__(self, transport: Transport) -> None:
-        self.transport = transport
+    def __init__(self, transport: Transport | DeviceTransport, device: torch.device) -> None:
+        self.transport, self._device = transport, device  # type: ignore[assignment]
         self._rank, self._world = transport.rank, transport.world
         self._peers: list[int] = [(self._rank + k) % self._world for k in range(1, self._world)]
         self._coalescing = None
+
+    def _on(self, device: torch.device) -> DeviceTransport:
+        self._check(device)
+        return self.transport  # type: ignore[return-value]
+
+    def _run(self, device: torch.device, *operation: Any) -> IrisWork:
+        self._check(device)
+        return super()._run(device, *operation)
+
+    def _check(self, device: torch.device) -> None:
+        if device != self._device:
+            raise ArgumentError(f"a tensor on {device}; the context's heap, and its collectives, are on {self._device}")
 
 
 def _options(kind: str, async_op: bool, **values: Any) -> Any:

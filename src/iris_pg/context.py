@@ -56,7 +56,7 @@ def _at_exit() -> None:
         context.close()
 
 
-def iris(heap_size: int = 1 << 30, engines: Sequence[str] = (), device: torch.device | str = "cpu") -> Iris:
+def iris(heap_size: int = 1 << 30, engines: Sequence[str] = (), device: torch.device | str | None = None) -> Iris:
     """Return a new one-sided context of the default process group, or else of torchrun's ranks. Collective.
 
     With neither a process group nor torchrun's variables it is a context of one rank. No group is made or changed.
@@ -66,7 +66,8 @@ def iris(heap_size: int = 1 << 30, engines: Sequence[str] = (), device: torch.de
         heap_size: most bytes of heap tensors per rank; mapped as they are used.
         engines: ``("sdma",)`` for puts: it starts the copy engine and its thread. Without it there are the heap, its
             tensors, and device code.
-        device: where the heap is: the CPU, or this rank's GPU. On NVIDIA GPUs a transfer follows what the current
+        device: where the heap is: the CPU, or this rank's GPU. When None the current GPU, or the CPU where there is
+            none. On NVIDIA GPUs a transfer follows what the current
             stream was told before, and a signal is a kernel of one thread. On AMD GPUs ``"sdma"`` is rocm-xio, its one
             channel to a rank is 0, and a transfer reads what streams have done: call ``torch.cuda.synchronize()``
             before it.
@@ -76,6 +77,8 @@ def iris(heap_size: int = 1 << 30, engines: Sequence[str] = (), device: torch.de
         OptionError: an engine that does not exist, a bad size, or half of torchrun's variables.
         DeadlineError, PeerLostError: a rank did not come, or died. MismatchError: ranks ask for different sizes.
     """
+    if device is None:
+        device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else "cpu"
     return Iris(heap_size, engines, torch.device(device))
 
 

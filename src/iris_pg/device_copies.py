@@ -22,11 +22,12 @@ from iris_pg.device_queues import DeviceQueues
 from iris_pg.flags import MAIL_SLOTS, SLOTS
 from iris_pg.memory.heap import SymmetricHeap
 from iris_pg.platforms.gpu import platform as gpu
-from iris_pg.program import LANES, Program, Ref
+from iris_pg.program import Copy, Copy2D, Program, Ref
 from iris_pg.watch import Key, tag_of
 
 _PREPARED = 4096  # most operations whose driver calls are kept
 _PROGRAMS = 1024  # most programs that are kept
+_HALVED, _HALVED_FROM = ("all_", "reduce_scatter"), 32 << 20  # operations in which all send and receive, and bytes
 _LANES_FROM = 4 << 20  # bytes that a rank moves; for less a second stream costs more than it gains
 
 
@@ -74,8 +75,9 @@ class DeviceCopies:
         self.chunk_bytes = chunk_bytes
         self.pair_bytes = max(256, 2 * chunk_bytes // max(self.world, 1) // 256 * 256)
         self._page = page
-        self._others = [gpu.SecondStream(torch.cuda.Stream(device).cuda_stream) for _ in range(LANES - 1)]
+        self._second = gpu.SecondStream(torch.cuda.Stream(device).cuda_stream)
         self._heap: SymmetricHeap | None = None
+        self._tensors: SymmetricHeap | None = None
         self.queues: DeviceQueues | None = None  # for what they can do, where they are
         self._programs: OrderedDict[Hashable, Program] = OrderedDict()
         self._prepared: OrderedDict[Hashable, Prepared] = OrderedDict()
@@ -86,9 +88,9 @@ class DeviceCopies:
         mail = dict(mail=MAIL_SLOTS * pairs)
         return mail if only_messages else dict(staging=SLOTS * self.chunk_bytes, pairs=SLOTS * pairs) | mail
 
-    def use(self, heap: SymmetricHeap) -> None:
-        """Use a heap, which has the :meth:`areas`."""
-        self._heap = heap
+    def use(self, heap: SymmetricHeap, tensors: SymmetricHeap) -> None:
+        """Use a heap, which has the :meth:`areas`, and that of the user's tensors."""
+        self._heap, self._tensors = heap, tensors
 
     def operation(
         self,
@@ -103,7 +105,8 @@ class DeviceCopies:
     ) -> Prepared:
         """Return operation number ``sequence``, ready; arguments are those of :meth:`DeviceTransport.perform`.
 
-        While a graph is captured it has one lane: a graph with waits on parallel branches was seen to hang.
+        While a graph is captured it has one lane, unless others only copy: a graph with waits on parallel branches was
+        seen to hang.
         """
         slot = sequence % SLOTS
         known: Hashable = (key, local, slot, addresses, captures)
@@ -118,7 +121,7 @@ class DeviceCopies:
                     self._programs.popitem(last=False)
             if self.queues and not captures and fits(made):
                 return self._prepare_queues(self.queues, known, made, names, addresses)
-            lanes = not captures and made.nbytes_moved() >= _LANES_FROM
+            lanes = made.nbytes_moved() >= _LANES_FROM and (not captures or _is_free(made))
             prepared = self._prepare(known, made, names, addresses, 0, lanes)
         return prepared
 
@@ -161,6 +164,7 @@ class DeviceCopies:
             tag=tag_of(key),
             chunk_bytes=self.chunk_bytes,
             pair_bytes=self.pair_bytes,
+            halved_from=_HALVED_FROM if str(key[0]).startswith(_HALVED) else 0,
             first_slot=slot,
             pushes=True,
         )
@@ -174,8 +178,8 @@ class DeviceCopies:
         word: int,
         lanes: bool = False,
     ) -> Prepared:
-        actions = lower(program, self._addresses(names, addresses), lanes=lanes)
-        calls, end = bind(actions, self.device, self._page.address_of_word(word), self._others)
+        actions = lower(program, self._addresses(names, addresses), lanes)
+        calls, end = bind(actions, self.device, self._page.address_of_word(word), self._second)
         return self._keep(known, Prepared(program, calls, end))
 
     def _prepare_queues(
@@ -202,14 +206,20 @@ class DeviceCopies:
     def _address(self, ref: Ref) -> int:
         if ref.buffer == "flags":
             return self._page.flags[ref.rank] + ref.offset
-        assert self._heap
-        start = 0 if ref.buffer == "heap" else self._heap.areas[ref.buffer]
-        return self._heap.bases[ref.rank] + start + ref.offset
+        assert self._heap and self._tensors
+        if ref.buffer == "heap":
+            return self._tensors.bases[ref.rank] + ref.offset
+        return self._heap.bases[ref.rank] + self._heap.areas[ref.buffer] + ref.offset
 
     def close(self) -> None:
         """Forget everything."""
         self._programs.clear()
         self._prepared.clear()
+
+
+def _is_free(program: Program) -> bool:
+    """Return whether nothing waits but in lane 0."""
+    return all(isinstance(step, Copy | Copy2D) for step in program.steps if step.lane)
 
 
 __all__ = ["DeviceCopies", "Prepared"]

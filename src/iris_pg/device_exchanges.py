@@ -73,7 +73,7 @@ class DeviceExchanges:
         self.comm_sms = comm_sms
         self._slot_bytes = slot_bytes_for(self.world)
         self._word = page.address_of_word(0)
-        self._heap: SymmetricHeap | None = None
+        self._tensors: SymmetricHeap | None = None
         self.kernels: DeviceKernels | None = None
         self._prepared: OrderedDict[Hashable, PreparedExchanges] = OrderedDict()
 
@@ -81,9 +81,11 @@ class DeviceExchanges:
         """Return name -> nbytes of what it takes in the heap."""
         return area_bytes(self.world, self._slot_bytes, self.comm_sms)
 
-    def use(self, heap: SymmetricHeap, timeout_s: float) -> DeviceKernels:
-        """Use a heap, which has the :meth:`areas`; return the kernels. No rank launches before all have come here."""
-        self._heap = heap
+    def use(self, heap: SymmetricHeap, tensors: SymmetricHeap, timeout_s: float) -> DeviceKernels:
+        """Use a heap, which has the :meth:`areas`, and that of the user's tensors; return the kernels. No rank launches
+        before all have come here.
+        """
+        self._tensors = tensors
         for name, nbytes in self.areas().items():
             heap.bytes_at(self.rank, heap.areas[name], nbytes).zero_()
         torch.cuda.synchronize(self.device)
@@ -107,8 +109,8 @@ class DeviceExchanges:
         known: Hashable = (key, local, addresses)
         prepared = self._prepared.get(known)
         if prepared is None:
-            assert self.kernels and self._heap
-            bound, bases = dict(zip(names, addresses, strict=True)), self._heap.bases
+            assert self.kernels and self._tensors
+            bound, bases = dict(zip(names, addresses, strict=True)), self._tensors.bases
 
             def address(ref: Ref) -> int:
                 return (bound[ref.buffer] if ref.buffer in bound else bases[ref.rank]) + ref.offset

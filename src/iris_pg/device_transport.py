@@ -61,6 +61,7 @@ class DeviceTransport(DeviceMessages):
         options: the group's options.
         timeout_s: deadline of every wait.
         device: this rank's GPU.
+        tensors: the heap of the user's tensors, when it is not the transport's own.
 
     Attributes:
         heap: symmetric memory on the GPU; outputs in it are written by peers directly.
@@ -70,7 +71,14 @@ class DeviceTransport(DeviceMessages):
             an AMD GPU do not do what they are told. Else as :class:`SymmetricHeap`.
     """
 
-    def __init__(self, links: Links, options: Options, timeout_s: float, device: torch.device) -> None:
+    def __init__(
+        self,
+        links: Links,
+        options: Options,
+        timeout_s: float,
+        device: torch.device,
+        tensors: SymmetricHeap | None = None,
+    ) -> None:
         self.links, self.rank, self.world, self.device = links, links.rank, links.world, device
         self.engine, self.reason = engine_for(options.engine, "cuda")
         self._chunk_bytes, self._comm_sms = options.device_chunk_bytes, options.comm_sms
@@ -86,10 +94,11 @@ class DeviceTransport(DeviceMessages):
         try:
             areas = self._copies.areas(only_messages=self._requested == "cu")
             areas |= self._exchanges.areas() if self._exchanges else {}
-            self.heap = self.tensors = SymmetricHeap(links, options.heap_bytes, areas, memory)
-            self._copies.use(self.heap)
+            self.heap = SymmetricHeap(links, options.heap_bytes, areas, memory)
+            self.tensors = tensors or self.heap
+            self._copies.use(self.heap, self.tensors)
             if self._exchanges:
-                self._kernels = self._exchanges.use(self.heap, timeout_s)
+                self._kernels = self._exchanges.use(self.heap, self.tensors, timeout_s)
                 links.exchange({}, what="create the cu engine for CUDA tensors")
         except BaseException:
             page.close()

@@ -34,7 +34,8 @@ log = logging.getLogger("iris_pg")
 
 class Captured:
     """Operations in graphs. A captured operation writes its number into a word when it begins and 0 when it ends, so
-    that one which is replayed in vain can be told.
+    that one which is replayed in vain can be told. Kernels do not, as such writes take longer than a small operation:
+    they say themselves for whom they wait.
 
     Args:
         running: returns the word.
@@ -51,6 +52,8 @@ class Captured:
         self, key: Any, prepared: Prepared | PreparedExchanges, stream: Any, after: Callable[[], Any] | None
     ) -> None:
         """Put an operation on a stream (its handle) that is being captured, and what ``after`` does behind it."""
+        if isinstance(prepared, PreparedExchanges):
+            return prepared.launch(stream, None, after)
         self.all.append((key, prepared.program))
         gpu.write(stream, self._word, len(self.all))
         prepared.launch(stream, None, after)
@@ -95,6 +98,8 @@ class Watchdog:
         self._watch, self._page, self._lanes, self._captured, self._lock = watch, page, lanes, captured, lock
         self._kernels = kernels
         self.timeout_s = timeout_s
+        self._waits: tuple[int, ...] = ()  # of kernels, and since when they are these
+        self._waits_since = 0.0
         self._lost_at: dict[int, float] = {}  # rank -> when it was first seen to be gone
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._loop, name=name, daemon=True)
@@ -103,6 +108,8 @@ class Watchdog:
     def _loop(self) -> None:
         while not self._stop.wait(_LOOK_S):
             if self._watch.failure:
+                if self._kernels:
+                    self._kernels.abort()
                 self.release(lambda: not any(self._under_way()))
                 return
             try:
@@ -113,6 +120,8 @@ class Watchdog:
                     self._kernels.check()
                 for lane, begun in self._under_way():
                     self._look(lane, begun)
+                if self._kernels:
+                    self._look_at_kernels(self._kernels)
             except IrisError as error:
                 log.error("%s", error)
                 self._watch.give_up(error)
@@ -163,6 +172,20 @@ class Watchdog:
                 f"{text_of(key)}: Timed out waiting; waiting for rank {self._waits_for(begun)} "
                 f"{'in a replayed graph ' if lane is self._captured else ''}{place}"
             )
+
+    def _look_at_kernels(self, kernels: DeviceKernels) -> None:
+        """Raise when a kernel waits in vain, or too long: one in a replayed graph, as for others :meth:`_look` does."""
+        now, waits = time.monotonic(), kernels.waits
+        if waits != self._waits or not waits:
+            self._waits, self._waits_since = waits, now
+        if not waits or now - self._waits_since < _PATIENCE_S:
+            return
+        waiting = kernels.waiting
+        what, place = "a kernel of a replayed graph", where(group=self._watch.links.group, rank=self._watch.rank)
+        if lost := sorted(self._lost() & set(waiting)):
+            raise PeerLostError(f"{what}: rank {lost[0]} has died, or has left the group, before its part {place}")
+        if now - self._waits_since > self.timeout_s:
+            raise DeadlineError(f"{what}: Timed out waiting; waiting for rank {waiting[0]} {place}")
 
     def _waits_for(self, begun: Begun) -> int | None:
         """Return the rank whose flag an operation waits for, as far as flags tell: the first that is empty."""

@@ -53,7 +53,7 @@ VARIABLES = (
         "IRIS_PG_DEVICE_CHUNK_BYTES",
         "device_chunk_bytes",
         int,
-        1 << 25,
+        1 << 26,
         "bytes, a multiple of 256",
         "the same for CUDA tensors, in the GPU's memory; a group takes about ten of these on each GPU",
     ),

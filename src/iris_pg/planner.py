@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-KERNELS_UP_TO = {"all_gather": 4 << 20, "broadcast": 4 << 20, "reduce": 8 << 20, "all_reduce": 8 << 20}
+KERNELS_UP_TO = {"all_gather": 16 << 20, "broadcast": 4 << 20, "reduce": 16 << 20, "all_reduce": 256 << 20}
 """On a GPU, "auto": bytes of the largest part of an operation up to which it is kernels, and above which it is copies.
 
-Of two H200s, in a graph, kernels gather 1 MiB in 9 us and 4 MiB in 19 to 24, copies in 19 and 27 (docs/performance.md);
-from there on the gap closes, and copies leave the multiprocessors to the model. Operations of other names are copies:
-their ranks do not know each other's sizes, and so could not agree.
+Of two H200s, in a graph, kernels gather 1 MiB in 10 us and 16 MiB in 62 to 81, copies in 23 to 39 and 66 to 99; from
+64 MiB on copies are faster (docs/performance.md). An all_reduce of 256 MiB takes kernels 3 to 8 % less. Operations of
+other names are copies: their ranks do not know each other's sizes, and so could not agree.
 """
 
 

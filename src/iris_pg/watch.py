@@ -19,6 +19,7 @@ from iris_pg.platforms.atomics import atomics
 from iris_pg.sizes import Sizes
 
 _TAGS = 4096  # most tags that are kept
+_LOOK_FROM = 16  # operations in flight, from which it is looked which are done
 _LONGEST = DESCRIPTION_BYTES - 16  # most characters of a text that peers read
 _LOST, _OTHER, _LATE, _FAULT = 1, 2, 3, 4  # why a rank gave up, in its peers' failure words
 _KINDS = {_LOST: PeerLostError, _OTHER: MismatchError, _LATE: DeadlineError}
@@ -80,9 +81,11 @@ class Watch:
         self._digest = digest = (self._digest * 0x9E3779B1 + tag) & 0xFFFFFFFF  # so that the order counts
         self._store64(self._history_at + 8 * (sequence % HISTORY), (sequence & 0xFFFFFFFF) << 32 | digest)
         self._store64(self._sequence_at, sequence)
-        in_flight, done = self._in_flight, self._done()
-        while in_flight and in_flight[0][0] <= done:
-            in_flight.popleft()
+        in_flight = self._in_flight
+        if end is None or len(in_flight) > _LOOK_FROM:
+            done = self._done()
+            while in_flight and in_flight[0][0] <= done:
+                in_flight.popleft()
         if end is not None:
             in_flight.append((end, sequence, key, digest))
         return sequence

@@ -57,6 +57,25 @@ def a_late_rank_is_named(rank, world):
     assert isinstance(work.exception(), DeadlineError) and work.is_completed() and not work.is_success()
 
 
+def a_late_rank_is_named_in_a_replay(rank, world):
+    x = warmed_up(rank)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        dist.all_reduce(x)
+    graph.replay()
+    torch.cuda.synchronize()
+    dist.barrier()
+    if rank == 1:
+        time.sleep(5)
+        return
+    start = time.monotonic()
+    graph.replay()
+    text = error_of(dist.group.WORLD._device_transport.watch.check_open, ClosedError, 8)
+    assert "replayed graph" in text and "Timed out" in text and "rank 1" in text, text
+    assert time.monotonic() - start < 4
+    torch.cuda.synchronize()  # it was released
+
+
 def other_operations_are_noticed(rank, world):
     x = warmed_up(rank)
     work = dist.all_reduce(x, async_op=True) if rank else dist.broadcast(x, 1, async_op=True)
@@ -176,6 +195,7 @@ OPTIONS = dict(engine="sdma", device_chunk_bytes=1 << 20)
     ("function", "timeout_s"),
     [
         (a_late_rank_is_named, 2.0),
+        (a_late_rank_is_named_in_a_replay, 2.0),
         (other_operations_are_noticed, 20.0),
         (messages_of_other_sizes_are_noticed, 20.0),
         (abort_frees_a_stuck_stream, 20.0),
@@ -188,15 +208,30 @@ def test_failures(ranks, function, timeout_s):
     ranks(2).run(function, options=OPTIONS, timeout_s=40, group_timeout_s=timeout_s)
 
 
-@pytest.mark.parametrize("function", [a_late_rank_is_named, other_operations_are_noticed, abort_frees_a_stuck_stream])
+@pytest.mark.parametrize(
+    "function",
+    [
+        a_late_rank_is_named,
+        a_late_rank_is_named_in_a_replay,
+        other_operations_are_noticed,
+        abort_frees_a_stuck_stream,
+    ],
+)
 def test_failures_of_kernels(ranks, function):
-    timeout_s = 2.0 if function is a_late_rank_is_named else 20.0
+    timeout_s = 2.0 if function in (a_late_rank_is_named, a_late_rank_is_named_in_a_replay) else 20.0
     ranks(2).run(function, options=dict(engine="cu"), timeout_s=40, group_timeout_s=timeout_s)
 
 
 @pytest.mark.parametrize(
     ("engine", "how"),
-    [("sdma", "collective"), ("sdma", "message"), ("sdma", "barrier"), ("sdma", "replay"), ("cu", "collective")],
+    [
+        ("sdma", "collective"),
+        ("sdma", "message"),
+        ("sdma", "barrier"),
+        ("sdma", "replay"),
+        ("cu", "collective"),
+        ("cu", "replay"),
+    ],
 )
 def test_a_killed_rank_is_named(mortal_ranks, engine, how):
     options = OPTIONS | dict(engine=engine)

@@ -11,6 +11,7 @@ import pytest
 import torch
 from device_data import use_device
 
+from iris_pg.collective_api import Config
 from iris_pg.context import iris
 from iris_pg.errors import ArgumentError, ClosedError, DeadlineError, UnsupportedError
 
@@ -164,6 +165,38 @@ def a_wait_in_vain_ends(rank, world):
         with pytest.raises(UnsupportedError, match="from_tensor is on cpu; the context's heap is on cuda"):
             ctx.put(torch.ones(3), to)
         ctx.barrier()
+
+
+def collects(rank, world):
+    """ctx.ccl on tensors of the context's heap and others, with both engines."""
+    device = use_device(rank)
+    with iris(heap_size=64 << 20) as ctx:
+        assert ctx.heap.device == device  # the current GPU, where there is one
+        for i, engine in enumerate(("sdma", "cu", "auto")):
+            config = Config(engine=engine, comm_sms=8)
+            for numel in (5, 40_000):
+                mine = (torch.arange(numel, device=device) * 7 + 31 * rank + i) % 13
+                every = [(torch.arange(numel, device=device) * 7 + 31 * p + i) % 13 for p in range(world)]
+                for new in (ctx.empty, lambda *size, dtype: torch.empty(*size, dtype=dtype, device=device)):
+                    out = new(world * numel, dtype=mine.dtype)
+                    ctx.ccl.all_gather(out, mine, config=config)
+                    assert torch.equal(out, torch.cat(every)), (engine, numel)
+                    out = new(numel, dtype=mine.dtype)
+                    ctx.ccl.all_reduce(out, mine, config=config)
+                    assert torch.equal(out, sum(every)), (engine, numel)
+                    ctx.ccl.broadcast(out, mine, src=world - 1, config=config)
+                    assert torch.equal(out, every[-1]), (engine, numel)
+                    wide = torch.cat([mine + p for p in range(world)])
+                    ctx.ccl.reduce_scatter(out, wide, config=config)
+                    assert torch.equal(out, sum(every) + world * rank), (engine, numel)
+        with pytest.raises(ArgumentError, match="a tensor on cpu|on one device"):
+            ctx.ccl.all_reduce(torch.ones(3), torch.ones(3), config=config)
+        ctx.barrier()
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_collectives_of_a_context(ranks, world):
+    ranks(world).run(collects, timeout_s=80)
 
 
 @pytest.mark.parametrize("world", [1, 2, 4])

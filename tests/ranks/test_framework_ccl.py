@@ -20,7 +20,7 @@ def numbers(rank: int, n: int) -> torch.Tensor:
 
 def collects(rank, world, engine, n, in_heap):
     config = ENGINES[engine]
-    with iris(heap_size=8 << 20) as ctx:
+    with iris(heap_size=8 << 20, device="cpu") as ctx:
 
         def place(tensor):
             return ctx.empty(tensor.size()).copy_(tensor) if in_heap else tensor
@@ -72,7 +72,7 @@ def test_among_three_ranks(ranks):
 
 def mixes_engines(rank, world):
     """Engines alternate over the same tensors, beside puts; and the variants of ROCm Iris's name them."""
-    with iris(heap_size=1 << 20, engines=("sdma",)) as ctx:
+    with iris(heap_size=1 << 20, engines=("sdma",), device="cpu") as ctx:
         mine, whole, landed = ctx.empty(64), ctx.zeros(world * 64), ctx.zeros(64)
         flag = ctx.zeros(1, dtype=torch.int32)
         for i in range(6):
@@ -93,7 +93,7 @@ def test_engines_side_by_side(ranks):
 
 
 def asks_for_what_is_not_there(rank, world):
-    with iris(heap_size=1 << 20) as ctx:
+    with iris(heap_size=1 << 20, device="cpu") as ctx:
         a, b = torch.zeros(4), torch.zeros(4 * world)
         for error, text, call in (
             (UnsupportedError, "all_gather: group=", lambda: ctx.ccl.all_gather(b, a, group=dist.group.WORLD)),
@@ -115,7 +115,7 @@ def test_errors(ranks):
 
 
 def is_alone(rank, world):
-    with iris(heap_size=1 << 20) as ctx:
+    with iris(heap_size=1 << 20, device="cpu") as ctx:
         assert ctx.ccl.explain() == "no collective has been called"
     with pytest.raises(ClosedError):
         ctx.ccl.all_gather(torch.zeros(1), torch.zeros(1))

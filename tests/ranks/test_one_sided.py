@@ -35,7 +35,7 @@ def environment(**variables):
 def context(heap_size=32 << 20, engines=("sdma",)):
     from iris_pg.context import iris
 
-    return iris(heap_size=heap_size, engines=engines)
+    return iris(heap_size=heap_size, engines=engines, device="cpu")
 
 
 def data(rank, iteration, numel):

@@ -236,3 +236,37 @@ def test_a_lane_counts_beyond_32_bits():
     assert lane.has_done(0, 1 << 32) and not lane.has_done(0, (1 << 32) + 1)
     word = 1
     assert lane.oldest() is None
+
+
+class Kernels:
+    """As much of DeviceKernels as the watchdog needs: one CTA that waits."""
+
+    def __init__(self, waits):
+        self.waits, self.is_aborted = waits, False
+
+    @property
+    def waiting(self):
+        return sorted({(word & 0xFFFF) - 1 for word in self.waits})
+
+    def check(self):
+        pass
+
+    def abort(self):
+        self.is_aborted, self.waits = True, ()
+
+
+def test_a_kernel_of_a_replayed_graph_that_waits_is_named(pair):
+    first, _ = pair(0.5)
+    kernels = Kernels((1 << 16 | 2,))
+    first.watchdog._kernels = kernels
+    time.sleep(0.4)
+    kernels.waits = (2 << 16 | 2,)  # another wait: the one before has ended
+    time.sleep(0.3)
+    assert first.watch.failure is None
+    error = first.failure(3)
+    assert isinstance(error, DeadlineError) and "a kernel of a replayed graph: Timed out waiting" in str(error)
+    assert "rank 1" in str(error)
+    deadline = time.monotonic() + 2
+    while not kernels.is_aborted and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert kernels.is_aborted, "what waits is released"

@@ -99,8 +99,7 @@ class Field:
     def _key(c: Contender) -> tuple[Any, ...]:
         return c.backend, c.engine, c.comm_sms, c.memory == "symmetric"
 
-    @staticmethod
-    def _open(c: Contender) -> Any:
+    def _open(self, c: Contender) -> Any:
         if c.backend == "iris":
             ours = Options(engine=c.engine, comm_sms=c.comm_sms, heap_bytes=_HEAP_BYTES)
             return dist.new_group(backend="iris", pg_options=ours)
@@ -109,7 +108,9 @@ class Field:
         nccl: Any = dist.ProcessGroupNCCL
         options = nccl.Options()
         options.config.cta_policy = nccl.NCCL_CTA_POLICY_ZERO
-        return dist.new_group(backend="nccl", pg_options=options)
+        group = dist.new_group(backend="nccl", pg_options=options)
+        dist.all_reduce(torch.zeros(1, device=self.device), group=group)  # symmetric memory takes a communicator
+        return group
 
     def group(self, c: Contender) -> Any:
         """Return the process group of a contender."""

@@ -58,7 +58,10 @@ def two_phases(s: Setting, fold: Fold) -> Program:
     steps: list[Step] = []
     segment = -(-n // (s.world * LINE)) * LINE  # whole lines, so whole elements; the last ones may be shorter, or empty
     pieces = [
-        [(p * segment + start, length) for start, length in chunks(min(segment, n - p * segment), piece_bytes(s))]
+        [
+            (p * segment + start, length)
+            for start, length in chunks(min(segment, n - p * segment), piece_bytes(s, segment))
+        ]
         for p in range(s.world)
     ]
 
@@ -66,7 +69,7 @@ def two_phases(s: Setting, fold: Fold) -> Program:
         for p in s.peers:
             if chunk < len(pieces[p]):
                 start, length = pieces[p][chunk]
-                steps.extend(stage(s, chunk, p, here + start, length))
+                steps.extend(stage(s, slot_of(s, chunk), p, here + start, length))
 
     def reduce(chunk: int) -> None:  # 2: reduce a piece of the own segment into the slot that peers read
         if chunk < len(pieces[s.rank]):

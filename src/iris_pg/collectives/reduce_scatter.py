@@ -24,13 +24,13 @@ def reduce_scatter(s: Setting, fold: Fold) -> Program:
         return alone(s, fold)
     steps: list[Step] = []
     operands = {part.peer: part.here for part in fold.operands}
-    pieces = {part.peer: list(chunks(part.nbytes, piece_bytes(s))) for part in fold.operands}
+    pieces = {part.peer: list(chunks(part.nbytes, piece_bytes(s, part.nbytes))) for part in fold.operands}
 
     def produce(chunk: int) -> None:
         for p in s.peers:
             if chunk < len(pieces.get(p, ())):
                 start, length = pieces[p][chunk]
-                steps.extend(stage(s, chunk, p, operands[p] + start, length))
+                steps.extend(stage(s, slot_of(s, chunk), p, operands[p] + start, length))
 
     def consume(chunk: int) -> None:
         if fold.result and chunk < len(pieces[s.rank]):
@@ -60,17 +60,16 @@ def slot_of(s: Setting, chunk: int) -> int:
     return (s.first_slot + chunk) % SLOTS
 
 
-def piece_bytes(s: Setting) -> int:
-    """Most bytes that are staged for one peer at a time: whole lines, so elements of any size are whole."""
-    return min(s.pair_bytes, s.chunk_bytes) // LINE * LINE
+def piece_bytes(s: Setting, nbytes: int) -> int:
+    """Most bytes of ``nbytes`` that are staged for one peer at a time: whole lines, so elements of any size, too."""
+    return min(s.most_of(nbytes), s.chunk_bytes) // LINE * LINE
 
 
-def stage(s: Setting, chunk: int, peer: int, source: Ref, nbytes: int) -> Iterator[Step]:
-    """Put ``nbytes`` of ``source`` into the slot from this rank to ``peer`` for that chunk."""
-    slot, lane = slot_of(s, chunk), s.sending(chunk)
-    yield Take(s.flag(s.rank, s.page.drained(slot, peer)), peer, CREDIT, lane)
-    yield Copy(s.pair(s.rank, slot, peer), source, nbytes, lane)
-    yield Signal(s.flag(peer, s.page.filled(slot, s.rank)), s.tag, lane)
+def stage(s: Setting, slot: int, peer: int, source: Ref, nbytes: int) -> Iterator[Step]:
+    """Put ``nbytes`` of ``source`` into the slot from this rank to ``peer``."""
+    yield Take(s.flag(s.rank, s.page.drained(slot, peer)), peer, CREDIT)
+    yield Copy(s.pair(s.rank, slot, peer), source, nbytes)
+    yield Signal(s.flag(peer, s.page.filled(slot, s.rank)), s.tag)
 
 
 def collect(s: Setting, slot: int) -> Iterator[Step]:

@@ -6,8 +6,8 @@ import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from iris_pg.flags import ControlPage
-from iris_pg.program import RECEIVING, Ref
+from iris_pg.flags import LINE, ControlPage
+from iris_pg.program import Ref
 
 
 @dataclass(frozen=True)
@@ -23,10 +23,11 @@ class Setting:
         first_slot: the slot of the first chunk; the same on all ranks.
         direct_bytes: tensors from this size on are read by their readers directly; 0: none are.
         piece_bytes: size of the places in a rank's own memory to which it pulls what it is about to reduce.
+        halved_from: a message of more bytes goes in two pieces at least, so that the second comes while the first is
+            handled; 0: pieces fill their slots.
         pushes: slots for pairs lie at their readers, into which writers push; else at the writers, from which readers
             pull. For engines that write a peer's memory faster than they read it, and run lanes side by side: what a
-            rank receives is then handled in a lane of its own, beside what it sends, and of what it sends every other
-            chunk has a lane of its own, so that a link is not idle while a flag is on its way.
+            rank receives is then handled in a lane of its own, beside what it sends.
     """
 
     rank: int
@@ -38,6 +39,7 @@ class Setting:
     first_slot: int = 0
     direct_bytes: int = 0
     piece_bytes: int = 1 << 17
+    halved_from: int = 0
     pushes: bool = False
 
     @property
@@ -47,16 +49,19 @@ class Setting:
 
     @property
     def receiving(self) -> int:
-        """The lane of what a rank receives."""
-        return RECEIVING if self.pushes else 0
-
-    def sending(self, chunk: int) -> int:
-        """The lane in which a rank sends its chunk of that number."""
-        return 2 if self.pushes and chunk % 2 else 0
+        """The lane of what a rank receives; it sends in lane 0."""
+        return 1 if self.pushes else 0
 
     def tag_of(self, nbytes: int) -> int:
         """The tag of a message of ``nbytes``, when only its two ranks know how long it is."""
         return zlib.crc32(nbytes.to_bytes(8, "little"), self.tag) | 2  # neither empty nor a credit
+
+    def most_of(self, nbytes: int) -> int:
+        """Most bytes that are staged for one peer at a time, of a message of ``nbytes``."""
+        if not self.halved_from:
+            return self.pair_bytes
+        half = -(-nbytes // (2 * LINE)) * LINE
+        return min(self.pair_bytes, max(half, self.halved_from))
 
     def is_direct(self, nbytes: int) -> bool:
         """Whether a tensor of so many bytes is read directly."""

@@ -11,7 +11,6 @@ that is one copy more than the lower bound, a direct read of the other's memory.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 
 from iris_pg.collectives import direct
 from iris_pg.collectives.flow import Flow
@@ -69,8 +68,9 @@ def pairwise(s: Setting, flow: Flow) -> Program:
     )
     lane = s.receiving
     steps: list[Step] = list(direct.pair_offers(s, large_sends))
-    if flow.own:
-        steps.append(replace(flow.own, lane=lane))
+    own = list(chunks(flow.own.nbytes, s.most_of(flow.own.nbytes))) if flow.own and s.pushes else []
+    if flow.own and not own:
+        steps.append(flow.own)
     sends = {p.peer: (p.here, _pieces(s, p.nbytes)) for p in flow.sends if not s.is_direct(p.nbytes)}
     receives = {p.peer: (p.here, _pieces(s, p.nbytes)) for p in flow.receives if not s.is_direct(p.nbytes)}
     tag_to = {part.peer: s.tag_of(part.nbytes) for part in flow.sends}
@@ -81,14 +81,17 @@ def pairwise(s: Setting, flow: Flow) -> Program:
         for p in s.peers:
             source, pieces = sends.get(p, (None, []))
             if source and chunk < len(pieces):
-                (start, length), sending = pieces[chunk], s.sending(chunk)
-                steps.append(Take(s.flag(s.rank, s.page.drained(slot, p)), p, CREDIT, sending))
+                start, length = pieces[chunk]
+                steps.append(Take(s.flag(s.rank, s.page.drained(slot, p)), p, CREDIT))
                 if length:
-                    steps.append(Copy(s.pair(s.rank, slot, p), source + start, length, sending))
-                steps.append(Signal(s.flag(p, s.page.filled(slot, s.rank)), tag_to[p], sending))
+                    steps.append(Copy(s.pair(s.rank, slot, p), source + start, length))
+                steps.append(Signal(s.flag(p, s.page.filled(slot, s.rank)), tag_to[p]))
 
     def consume(chunk: int) -> None:
         slot = (s.first_slot + chunk) % SLOTS
+        if flow.own and chunk < len(own):  # while the chunk comes; no writer waits for more than a chunk of it
+            start, length = own[chunk]
+            steps.append(Copy(flow.own.dst + start, flow.own.src + start, length, lane))
         for p in s.peers:
             target, pieces = receives.get(p, (None, []))
             if target and chunk < len(pieces):
@@ -99,14 +102,14 @@ def pairwise(s: Setting, flow: Flow) -> Program:
                 steps.append(Signal(s.flag(p, s.page.drained(slot, s.rank)), CREDIT, lane))
 
     counts = [len(pieces) for _, pieces in (*sends.values(), *receives.values())]
-    _one_ahead(produce, consume, max(counts, default=0))
+    _one_ahead(produce, consume, max([*counts, len(own)], default=0))
     steps += direct.pair_pulls(s, large_receives)
     steps += direct.until_read(s, (part.peer for part in large_sends))
     return Program(s.rank, s.world, tuple(steps), flow.name)
 
 
 def _pieces(s: Setting, nbytes: int) -> list[tuple[int, int]]:
-    return list(chunks(nbytes, s.pair_bytes)) or [(0, 0)]
+    return list(chunks(nbytes, s.most_of(nbytes))) or [(0, 0)]
 
 
 def _one_ahead(produce: Callable[[int], None], consume: Callable[[int], None], count: int) -> None:

@@ -54,7 +54,7 @@ def gpu_limits(platform: str, comm_sms: int) -> Limits:
         fits=False,
         warps=16,
         chunks=8,
-        polls=256,
+        polls=4096,  # a few milliseconds: a look reads and writes memory of the host, which takes long
         platform=platform,
     )
 
@@ -140,11 +140,15 @@ class DeviceKernels:
         return word - 1 if word else None
 
     @property
+    def waits(self) -> tuple[int, ...]:
+        """A word for each CTA that has been waiting for some time: 1 + the rank, and which wait it is << 16."""
+        first, load = self._at["WAITING"], atomics().load32
+        return tuple(filter(None, (load(first + 4 * cta) for cta in range(self._launches.limits.ctas))))
+
+    @property
     def waiting(self) -> list[int]:
         """The ranks for which a launch has been waiting for some time."""
-        first = self._at["WAITING"]
-        words = [atomics().load32(first + 4 * cta) for cta in range(self._launches.limits.ctas)]
-        return sorted({(word & 0xFFFF) - 1 for word in words if word})
+        return sorted({(word & 0xFFFF) - 1 for word in self.waits})
 
     def check(self) -> None:
         """Raise when a launch has waited in vain.

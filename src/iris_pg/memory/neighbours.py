@@ -51,8 +51,10 @@ class Neighbours:
 
     @staticmethod
     def _unreadable() -> str | None:
-        # A tensor may then lie in memory that a driver has pinned, which may not be readable; that was not tried.
-        return "there are GPUs, whose driver may have pinned a tensor's memory" if torch.cuda.device_count() else None
+        # A tensor may then lie in memory that a driver has pinned. What CUDA's has can be read (driver 580, H200).
+        if torch.version.hip and torch.cuda.device_count():
+            return "there are AMD GPUs, whose driver may have pinned a tensor's memory, which may not be readable"
+        return None
 
     def _try(self, cards: list[dict[str, object]]) -> list[str | None]:
         """Return what is in the way, of every rank."""

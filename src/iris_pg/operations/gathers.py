@@ -5,7 +5,10 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
+
+import torch
 
 from iris_pg import arguments
 from iris_pg.collectives.flow import Flow, Part
@@ -15,9 +18,24 @@ from iris_pg.program import Copy, Ref
 from iris_pg.transport import Key
 from iris_pg.work import IrisWork
 
+_MOST_KNOWN = 4096  # most calls that are kept
+
+
+def _are_dense(output: Tensor, input: Tensor) -> bool:
+    return (
+        output.is_contiguous()
+        and input.is_contiguous()
+        and not (input.is_neg() or output.is_neg() or input.is_conj() or output.is_conj())
+    )
+
 
 class Gathers(Operations):
     """all_gather in all its forms."""
+
+    @functools.cached_property
+    def _gathers(self) -> dict[Any, tuple[Any, ...]]:
+        """Calls of _gather_into with CUDA tensors: addresses, sizes and types -> what they are."""
+        return {}
 
     def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> IrisWork:
         """Gather every rank's ``input`` [n...] into ``output`` [world * n...] or [world, n...]. See torch.distributed.
@@ -28,6 +46,21 @@ class Gathers(Operations):
         return self._gather_into(output, input, is_asynchronous(opts))
 
     def _gather_into(self, output: Tensor, input: Tensor, asynchronous: bool) -> IrisWork:
+        seen: tuple[Any, ...] | None = None
+        if (
+            type(output) is Tensor
+            and type(input) is Tensor
+            and input.is_cuda
+            and output.layout is torch.strided
+            and input.layout is torch.strided
+        ):
+            seen = (output.data_ptr(), input.data_ptr(), output.numel(), input.numel(), input.dtype, output.dtype)
+            known = self._gathers.get(seen)
+            if known and _are_dense(output, input):  # at these addresses it has been looked at before
+                transport, *what = known
+                outputs, kept = [output], (input, output)
+                work: IrisWork = transport.perform(*what, outputs, asynchronous, kept)
+                return self._coalesced(work) if asynchronous else work
         arguments.check_gathered("all_gather_into_tensor", output, input, self._world)
         n = input.numel() * input.element_size()
         if n == 0:
@@ -43,6 +76,10 @@ class Gathers(Operations):
         after = None if target is output else lambda: copy([(output, target)])
         keep = (source, target)
         flow, names = self._gather_flow, ("in", "out")
+        if seen and after is None and source is input:
+            if len(self._gathers) >= _MOST_KNOWN:
+                self._gathers.clear()
+            self._gathers[seen] = self._on(target.device), key, own_copy, flow, names, addresses
         return self._run(target.device, key, own_copy, flow, names, addresses, [output], asynchronous, keep, after)
 
     def _gather_flow(self, key: Key, own_copy: bool) -> Flow:

@@ -82,7 +82,7 @@ def await_words(
     while alive & (late > 0):
         polls += 1
         if polls % POLLS == 0:
-            alive, began = look(peer + 1, cta, counters, words, 0, began, limit_ns, world, PLATFORM)
+            alive, began = look(peer + 1, cta, counters, words, epoch, began, limit_ns, world, PLATFORM)
         packed = tl.load(pointer, mask=used, other=0, volatile=True, cache_modifier=CACHE)
         late = greatest((used & ((packed >> 32).to(tl.int32) != epoch)).to(tl.int32))
     if polls >= POLLS:
