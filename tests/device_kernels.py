@@ -9,6 +9,7 @@ from triton.runtime.interpreter import InterpretedFunction
 
 import iris_pg as iris
 from iris_pg.device import sdma
+from iris_pg.device.context import DeviceContext
 from iris_pg.kernels.loader import _mend_interpreter, interpret
 
 FULL = os.environ.get("IRIS_PG_TEST_FULL") == "1"
@@ -177,3 +178,32 @@ def produce(ctx, row, source, target, flag, first, count, N: tl.constexpr):
         sdma.atomic(ctx, row, flag.to(tl.int64), sdma.ADD, 1, 0, True)
         if k % 8 == 7:
             sdma.quiet(ctx, row)
+
+
+# The context --------------------------------------------------------------------------------------------------------
+
+
+def through_context(
+    context, source, inbox, words, engine, landed, rank: tl.constexpr, world: tl.constexpr, N: tl.constexpr
+):
+    """What each method of a DeviceContext does, between this rank and the next."""
+    ctx = DeviceContext.initialize(context, rank, world)
+    i = tl.arange(0, N)
+    peer = (ctx.rank + 1) % ctx.world_size
+    ctx.put(source + i, inbox + i, peer)
+    ctx.store(inbox + N + i, ctx.load(source + i, peer), peer)
+    ctx.copy(source + i, inbox + 2 * N + i, rank, peer)
+    ctx.get(source + i, inbox + 3 * N + i, peer)
+    ctx.put(source + i, inbox + 4 * N + i, peer, copy_engine_ctx=engine, use_copy_engine=True, contiguous_copy=True)
+    ctx.atomic_add(words + 0, rank + 1, peer)
+    ctx.atomic_sub(words + 1, rank + 1, peer)
+    ctx.atomic_xchg(words + 2, rank + 1, peer)
+    ctx.atomic_xor(words + 3, rank + 1, peer)
+    ctx.atomic_and(words + 4, rank + 1, peer)
+    ctx.atomic_or(words + 5, rank + 1, peer)
+    ctx.atomic_min(words + 6, rank + 1, peer)
+    ctx.atomic_max(words + 7, rank + 1, peer)
+    ctx.atomic_cas(words + 8, 5, rank + 1, peer)
+    ctx.atomic_add(words + 9, rank + 1, peer, copy_engine_ctx=engine, use_copy_engine=True)
+    ctx.atomic_cas(words + 10, 5, rank + 1, peer, copy_engine_ctx=engine, use_copy_engine=True)
+    tl.store(landed, ctx.quiet(peer, engine))

@@ -10,6 +10,7 @@ from iris_pg.backend import autoload
 
 if TYPE_CHECKING:
     from iris_pg.context import Iris, iris
+    from iris_pg.device.context import DeviceContext
     from iris_pg.device.triton import (
         atomic_add,
         atomic_and,
@@ -38,6 +39,7 @@ _WHERE = {
     "explain": "process_group",
     "iris": "context",
     # For kernels.
+    "DeviceContext": "device.context",
     "atomic_add": "device.triton",
     "atomic_and": "device.triton",
     "atomic_cas": "device.triton",
@@ -56,6 +58,7 @@ _WHERE = {
 }
 
 __all__ = [
+    "DeviceContext",
     "Iris",
     "IrisError",
     "Options",

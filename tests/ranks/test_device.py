@@ -349,3 +349,25 @@ def gives_up(rank, world):
 
 def test_a_queue_that_a_kernel_has_given_up(ranks):
     ranks(2).run(gives_up)
+
+
+def uses_a_context(rank, world):
+    with context() as ctx:
+        source, inbox = ctx.empty(SIZE, dtype=torch.int32), ctx.zeros(5, SIZE, dtype=torch.int32)
+        source.copy_(data(torch.int32, rank, 0))
+        words, landed = ctx.full((11,), 5, dtype=torch.int32), torch.zeros(1, dtype=torch.int32)
+        ctx.barrier()
+        arguments = (ctx.get_device_context(), source, inbox, words, ctx.get_copy_engine_ctx(), landed)
+        k.run(k.through_context, *arguments, rank=rank, world=world, N=SIZE)
+        ctx.barrier()
+        lower, mine, upper = (data(torch.int32, r % world, 0) for r in (rank - 1, rank, rank + 1))
+        assert landed.item() == 1
+        for row, expected in enumerate((lower, mine, lower, upper, lower)):
+            assert torch.equal(inbox[row], expected), row
+        v = (rank - 1) % world + 1
+        assert words.tolist() == [5 + v, 5 - v, v, 5 ^ v, 5 & v, 5 | v, min(5, v), max(5, v), v, 5 + v, v]
+
+
+@pytest.mark.parametrize("world", [1, 2, 4])
+def test_a_device_context(ranks, world):
+    ranks(world).run(uses_a_context)

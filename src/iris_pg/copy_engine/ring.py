@@ -61,6 +61,7 @@ class Line(IntEnum):
     ANSWERS = 3  # address of the answers
     READ = 4  # the greatest rptr that any of them has seen
     LANDED = 5  # the greatest index that any of them has seen in the answers
+    FENCES = 6  # how many there were
 
 
 class Answers(IntEnum):
@@ -78,7 +79,7 @@ class RingError(IntEnum):
     NOT_LANDED = 3
 
 
-_TOLD = {
+TOLD = {
     RingError.FULL: "found no room in the ring before the deadline: the engine does not go on",
     RingError.STALLED: "waited in vain for a producer that reserved room before it and did not commit",
     RingError.NOT_LANDED: "waited in vain for its transfers to land",
@@ -139,7 +140,7 @@ class Ring:
     def error(self) -> str | None:
         """Return why a kernel has given up the ring, in words, if one has."""
         code = self._load(self.answers + 4 * Answers.ERROR) & 0xFFFFFFFF
-        return f"a kernel {_TOLD[RingError(code)]}\n{self.dump()}" if code else None
+        return f"a kernel {TOLD[RingError(code)]}\n{self.dump()}" if code else None
 
     def refuse(self) -> None:
         """Let nobody reserve any more; kernels that wait for the ring go on."""

@@ -11,6 +11,7 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
+from triton.compiler.code_generator import BoundJITMethod
 from triton.runtime.interpreter import FunctionRewriter
 from triton.runtime.jit import JITFunction
 
@@ -28,6 +29,27 @@ class DeviceFunction(JITFunction):  # type: ignore[misc]
             with _rewriting:  # Python 3.11 builds one syntax tree at a time: see kernels/loader.py
                 self._interpreted = self._interpreted or FunctionRewriter(self.fn).rewrite_ast()
         return self._interpreted(*args, **kwargs)
+
+
+class BoundMethod(BoundJITMethod):  # type: ignore[misc]
+    """A method of one object, for the compiler and for the interpreter."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run in the interpreter."""
+        return self.__func__(self.__self__, *args, **kwargs)
+
+
+class DeviceMethod(DeviceFunction):
+    """A function that is a method of an aggregate."""
+
+    def __get__(self, instance: Any, owner: type | None = None) -> Any:
+        """Return it bound to an object, as methods are."""
+        return self if instance is None else BoundMethod(instance, self)
+
+
+def device_method(function: Callable[..., Any]) -> DeviceMethod:
+    """Make a method for kernels; a decorator."""
+    return DeviceMethod(function)
 
 
 def device_function(function: Callable[..., Any]) -> DeviceFunction:

@@ -8,7 +8,7 @@ scalars, one lane writes.
 
 What the order rests on, in :func:`commit`:
 
-1. A CTA barrier: what the CTA's lanes have stored before, data and packet, is before what follows.
+1. Every wave waits for its stores, then a CTA barrier: data and packet are before what follows.
 2. A release at system scope: it can be seen from outside of the GPU. Engines read behind the L2.
 3. The write pointer, and, after another release, the doorbell: whoever sees the doorbell sees the packet.
 4. The committed index, with release: the next producer rings after this one.
@@ -31,7 +31,7 @@ from iris_pg.copy_engine.ring import Context as _Context
 from iris_pg.copy_engine.ring import Line as _Line
 from iris_pg.copy_engine.ring import RingError as _RingError
 from iris_pg.device.function import device_function
-from iris_pg.device.target import clock_ns, fence_header, load_past_caches, most_bytes, publish
+from iris_pg.device.target import clock_ns, fence_header, gather_stores, load_past_caches, most_bytes, publish
 
 
 def _signed(dword: int) -> tl.constexpr:
@@ -56,6 +56,7 @@ LIMIT_NS = tl.constexpr(int(_Line.LIMIT_NS))
 ANSWERS = tl.constexpr(int(_Line.ANSWERS))
 READ = tl.constexpr(int(_Line.READ))
 LANDED = tl.constexpr(int(_Line.LANDED))
+FENCES = tl.constexpr(int(_Line.FENCES))
 ERROR_AT = tl.constexpr(4 * int(_Answers.ERROR))
 FULL = tl.constexpr(int(_RingError.FULL))
 STALLED = tl.constexpr(int(_RingError.STALLED))
@@ -123,7 +124,7 @@ def watch(cached, line, began, WHY: tl.constexpr):
     is_late = now - began > tl.load(line + LIMIT_NS)
     answers = tl.load(line + ANSWERS)
     tl.store((answers + ERROR_AT).to(tl.pointer_type(tl.int32)), WHY, mask=is_late)
-    tl.atomic_or(cached, DEAD, mask=is_late, sem="relaxed", scope="sys")
+    tl.atomic_or(cached, DEAD, mask=is_late, sem="relaxed", scope="gpu")
     return began
 
 
@@ -134,7 +135,7 @@ def newest(pointer, copy, sem: tl.constexpr):
     Args:
         copy: pointer to this GPU's copy of it.
     """
-    tl.atomic_max(copy, load_past_caches(pointer), sem="relaxed", scope="sys")
+    tl.atomic_max(copy, load_past_caches(pointer), sem="relaxed", scope="gpu")
     return tl.atomic_add(copy, 0, sem=sem, scope="sys")
 
 
@@ -175,8 +176,8 @@ def commit(copy_engine_ctx, to_rank, base, end):
     """Hand what was written up to ``end`` to the engine, after those that reserved before; return whether it was."""
     cached = word(copy_engine_ctx, to_rank, CACHED)
     line = word(copy_engine_ctx, to_rank, COMMITTED)
-    tl.debug_barrier()
-    turn = tl.atomic_add(line, 0, sem="acq_rel", scope="sys")
+    gather_stores()
+    turn = tl.atomic_add(line, 0, sem="acquire", scope="sys")
     began = base * 0
     polls = 0
     is_dead = base < 0
@@ -185,10 +186,10 @@ def commit(copy_engine_ctx, to_rank, base, end):
         if polls % POLLS == 0:
             began = watch(cached, line, began, STALLED)
             is_dead = tl.atomic_add(cached, 0, sem="relaxed", scope="sys") < 0
-        turn = tl.atomic_add(line, 0, sem="acq_rel", scope="sys")
+        turn = tl.atomic_add(line, 0, sem="acquire", scope="sys")
     if turn == base:
-        publish(word(copy_engine_ctx, to_rank, WPTR), end, line)
-        publish(word(copy_engine_ctx, to_rank, DOORBELL), end, line)
+        publish(word(copy_engine_ctx, to_rank, WPTR), end, line + FENCES)
+        publish(word(copy_engine_ctx, to_rank, DOORBELL), end, line + FENCES)
         tl.atomic_xchg(line, end, sem="release", scope="sys")
     return (turn == base).to(tl.int32)
 

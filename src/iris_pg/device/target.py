@@ -16,9 +16,28 @@ from iris_pg.device.function import builtin
 
 _PAUSE_S = 20e-6  # of a wait in the interpreter, so that the engine's thread runs
 
+# How AMD GPUs read their clock, and wait for the answer: scalar memory and messages count with LGKM, or KM.
+_CLOCKS = {
+    "gfx9": "s_memrealtime $0\ns_waitcnt lgkmcnt(0)",
+    "gfx11": "s_sendmsg_rtn_b64 $0, sendmsg(MSG_RTN_GET_REALTIME)\ns_waitcnt lgkmcnt(0)",
+    "gfx12": "s_sendmsg_rtn_b64 $0, sendmsg(MSG_RTN_GET_REALTIME)\ns_wait_kmcnt 0",
+}
+
+# How their waves wait until what they have stored has got as far as the L2.
+_DRAINS = {
+    "gfx9": "s_waitcnt vmcnt(0)",
+    "gfx11": "s_waitcnt_vscnt null, 0x0",
+    "gfx12": "s_wait_storecnt 0x0",
+}
+
 
 def _is_hip(semantic) -> bool:
     return semantic is not None and semantic.builder.options.backend_name == "hip"
+
+
+def _of_arch(texts: dict[str, str], semantic) -> str:
+    arch = semantic.builder.options.arch
+    return next((text for prefix, text in texts.items() if arch.startswith(prefix)), texts["gfx9"])
 
 
 def _generation(semantic) -> Generation:
@@ -31,10 +50,25 @@ def clock_ns(_semantic=None):
     """Return the time in nanoseconds, int64; every lane reads a time of its own."""
     if _semantic is None:
         return time.monotonic_ns()
+    if not _is_hip(_semantic):
+        return tl.extra.cuda.globaltimer(_semantic=_semantic)
+    read = _of_arch(_CLOCKS, _semantic)
+    ticks = tl.inline_asm_elementwise(read, "=s", [], tl.int64, is_pure=False, pack=1, _semantic=_semantic)
+    return _semantic.mul(ticks, _semantic.to_tensor(10), True)  # ticks of 100 MHz
+
+
+@builtin
+def gather_stores(_semantic=None):
+    """Let all that the CTA's lanes have stored be before what any of them does next.
+
+    On AMD GPUs a barrier alone does not wait for the stores of the waves, and the release after it waits for those of
+    one wave only: so each waits for its own first.
+    """
     if _is_hip(_semantic):
-        ticks = tl.extra.hip.memrealtime(_semantic=_semantic)  # of 100 MHz
-        return _semantic.mul(ticks, _semantic.to_tensor(10), True)
-    return tl.extra.cuda.globaltimer(_semantic=_semantic)
+        text = _of_arch(_DRAINS, _semantic) + "\nv_mov_b32 $0, 0"
+        tl.inline_asm_elementwise(text, "=v,~{memory}", [], tl.int32, is_pure=False, pack=1, _semantic=_semantic)
+    if _semantic is not None:
+        tl.debug_barrier(_semantic=_semantic)
 
 
 @builtin
@@ -43,13 +77,14 @@ def fence(word, _semantic=None):
     follows.
 
     Args:
-        word: pointer to a word of this GPU's memory that is only accessed atomically.
+        word: pointer to a word of this GPU's memory that counts fences.
     """
     if _semantic is None:
-        tl.atomic_add(word, 0, sem="acq_rel", scope="sys")
+        tl.atomic_add(word, 1, sem="acq_rel", scope="sys")
     elif _is_hip(_semantic):
-        # LLVM AMDGPU memory model: waits for this wave's stores, writes the L2 back, and invalidates it.
-        tl.atomic_add(word, 0, sem="acq_rel", scope="sys", _semantic=_semantic)
+        # LLVM AMDGPU memory model: waits for this wave's stores, writes the L2 back, and invalidates it. It has to
+        # change the word: of an addition of 0 LLVM makes a load, which releases nothing.
+        tl.atomic_add(word, 1, sem="acq_rel", scope="sys", _semantic=_semantic)
     else:
         text, constraints = "fence.acq_rel.sys; mov.u32 $0, 0;", "=r,~{memory}"
         tl.inline_asm_elementwise(text, constraints, [], tl.int32, is_pure=False, pack=1, _semantic=_semantic)
