@@ -244,13 +244,16 @@ class Iris(HeapTensors):
         self._engine("quiet", self.cur_rank if to_rank is None else to_rank).quiet(to_rank, channel)
 
     def get_copy_engine_ctx(self) -> Tensor | None:
-        """Return what device code needs for its own puts, uint64 [num_ranks, 6]; None without the copy engine.
+        """Return what kernels need for puts through the copy engine, uint64 [num_ranks, 6] on the heap's device; None
+        without the copy engine.
 
         A row is the queue to that rank on channel 0: queue buffer, read pointer, write pointer, doorbell, cached write
         pointer, committed write pointer.
         """
         self._check_open("get_copy_engine_ctx")
-        return torch.tensor(self._channels.contexts(), dtype=torch.uint64) if self._channels else None
+        if not self._channels:
+            return None
+        return torch.tensor(self._channels.contexts(), dtype=torch.uint64).to(self.heap.device)
 
     # The ranks --------------------------------------------------------------------------------------------------------
 
@@ -263,12 +266,14 @@ class Iris(HeapTensors):
         return self.num_ranks
 
     def get_heap_bases(self) -> Tensor:
-        """Return where each rank's heap is mapped in this process, uint64 [num_ranks] on the CPU."""
-        return torch.tensor(self.heap.bases, dtype=torch.uint64)
+        """Return where each rank's heap is mapped in this process, uint64 [num_ranks] on the heap's device."""
+        return torch.tensor(self.heap.bases, dtype=torch.uint64).to(self.heap.device)
 
     def get_device_context(self) -> Tensor:
-        """Return what device code needs to know, int64 [2 + num_ranks] on the CPU: cur_rank, num_ranks, heap bases."""
-        return torch.tensor([self.cur_rank, self.num_ranks, *self.heap.bases], dtype=torch.int64)
+        """Return what a DeviceContext is made from, int64 [2 + num_ranks] on the heap's device: cur_rank, num_ranks,
+        heap bases.
+        """
+        return torch.tensor([self.cur_rank, self.num_ranks, *self.heap.bases], dtype=torch.int64).to(self.heap.device)
 
     def barrier(self) -> None:
         """Return when every rank has entered. It does not wait for transfers: call :meth:`quiet` first. Collective.

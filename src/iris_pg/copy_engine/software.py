@@ -222,6 +222,7 @@ class Queue:
         """Make the queue failed: every pending operation ends with ``error``, and later ones raise it."""
         if self.fault is None:
             self.fault = error
+            self.ring.refuse()
             if self._on_fault:
                 self._on_fault(error)
         while self._pending:
