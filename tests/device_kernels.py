@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import os
+import time
 
+import torch
+import triton
 import triton.language as tl
 from triton.runtime.interpreter import InterpretedFunction
 
@@ -17,8 +21,21 @@ _mend_interpreter()
 
 
 def run(kernel, *arguments, **constants):
-    """Run a kernel in the interpreter, in this thread."""
-    interpret(InterpretedFunction(kernel), *arguments, **constants)
+    """Run a kernel until it has ended: in the interpreter, or compiled where its tensors are on a GPU."""
+    if not any(isinstance(argument, torch.Tensor) and argument.is_cuda for argument in arguments):
+        return interpret(InterpretedFunction(kernel), *arguments, **constants)
+    torch.cuda.synchronize()
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        _compiled(kernel)[(1,)](*arguments, **constants)
+    while not stream.query():  # without a call that blocks: other threads of the process launch too
+        time.sleep(1e-4)
+    return None
+
+
+@functools.cache
+def _compiled(kernel):
+    return triton.jit(kernel)
 
 
 # Memory ---------------------------------------------------------------------------------------------------------------

@@ -40,6 +40,7 @@ from iris_pg.rendezvous import meet
 
 if TYPE_CHECKING:
     from iris_pg.device_channels import DeviceChannels
+    from iris_pg.proxy_channels import ProxyChannels
 
 ENGINES = ("sdma",)
 
@@ -65,11 +66,13 @@ def iris(heap_size: int = 1 << 30, engines: Sequence[str] = (), device: torch.de
         heap_size: most bytes of heap tensors per rank; mapped as they are used.
         engines: ``("sdma",)`` for puts: it starts the copy engine and its thread. Without it there are the heap, its
             tensors, and device code.
-        device: where the heap is: the CPU, or this rank's AMD GPU. There ``"sdma"`` is rocm-xio, its one channel to a
-            rank is 0, and a transfer reads what streams have done: call ``torch.cuda.synchronize()`` before it.
+        device: where the heap is: the CPU, or this rank's GPU. ``"sdma"`` is rocm-xio on an AMD GPU, with one channel
+            to a rank, 0; and on an NVIDIA GPU a thread that has the GPU's copy engines do it. A transfer of the host
+            reads
+            what streams have done: call ``torch.cuda.synchronize()`` before it.
 
     Raises:
-        UnsupportedError: an NVIDIA GPU, for which the engine is not there; or what rocm-xio lacks.
+        UnsupportedError: a device that is no GPU, or what rocm-xio lacks.
         OptionError: an engine that does not exist, a bad size, or half of torchrun's variables.
         DeadlineError, PeerLostError: a rank did not come, or died. MismatchError: ranks ask for different sizes.
     """
@@ -104,13 +107,13 @@ class Iris(HeapTensors):
         try:
             self.heap = SymmetricHeap(self._links, heap_size, memory=memory)
             self._encoder = Encoder(self.heap)
-            self._channels: Channels | DeviceChannels | None = None
+            self._channels: Channels | DeviceChannels | ProxyChannels | None = None
             if "sdma" in engines and memory is None:
                 self._channels = Channels(self.heap, timeout_s, options.hostile_seed)
             elif "sdma" in engines and memory:
-                from iris_pg.device_channels import DeviceChannels
+                from iris_pg.device_channels import channels_on
 
-                self._channels = DeviceChannels(self.heap, memory.place, timeout_s)
+                self._channels = channels_on(self.heap, memory, timeout_s)
         except BaseException as error:
             self._links.close("set-up failed", error)
             raise
@@ -333,7 +336,7 @@ class Iris(HeapTensors):
     def __repr__(self) -> str:
         return f"<Iris {self._links.group}, rank {self.cur_rank} of {self.num_ranks}>"
 
-    def _engine(self, op: str, to_rank: int) -> Channels | DeviceChannels:
+    def _engine(self, op: str, to_rank: int) -> Channels | DeviceChannels | ProxyChannels:
         """Return the copy engine's queues, when ``op`` to ``to_rank`` is possible."""
         self._check_open(op)
         if self._channels is None:

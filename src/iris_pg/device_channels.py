@@ -1,4 +1,4 @@
-"""The queues of a one-sided context whose heap is on an AMD GPU."""
+"""The queues of a one-sided context whose heap is on a GPU: an AMD GPU's own, or those of a proxy."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from iris_pg.errors import IrisError, UnsupportedError
 from iris_pg.flags import LINE
 from iris_pg.memory.heap import SymmetricHeap
 from iris_pg.platforms.gpu import platform as gpu
+from iris_pg.proxy_channels import Cuda, ProxyChannels
 
 _OF_A_QUEUE = -(-WORDS_BYTES // LINE)  # words of the page, which are lines
 
@@ -21,14 +22,22 @@ def memory_on(device: torch.device) -> gpu.DeviceMemory:
     """Return the memory of a GPU that a context's heap may be made of.
 
     Raises:
-        UnsupportedError: it is no AMD GPU.
+        UnsupportedError: it is no GPU, or a package is missing that its memory needs.
     """
-    if device.type != "cuda" or not torch.version.hip:
-        raise UnsupportedError(
-            f"a one-sided context on {device}; it is on the CPU or on an AMD GPU, whose copy engines take packets from "
-            "user space; on NVIDIA GPUs use the collectives of a process group"
-        )
+    if device.type != "cuda":
+        raise UnsupportedError(f"a one-sided context on {device}; it is on the CPU or on a GPU, which is 'cuda'")
     return gpu.DeviceMemory(torch.device("cuda", torch.cuda.current_device()) if device.index is None else device)
+
+
+def channels_on(heap: SymmetricHeap, memory: gpu.DeviceMemory, timeout_s: float) -> DeviceChannels | ProxyChannels:
+    """Return the queues of a context on a GPU. Collective on AMD GPUs.
+
+    Raises:
+        UnsupportedError: on all ranks; what rocm-xio lacks.
+    """
+    if torch.version.hip:
+        return DeviceChannels(heap, memory.place, timeout_s)
+    return ProxyChannels(heap, Cuda(memory.device), timeout_s)
 
 
 class DeviceChannels(XioChannels):
@@ -67,4 +76,4 @@ class DeviceChannels(XioChannels):
             self._page.close()
 
 
-__all__ = ["DeviceChannels", "memory_on"]
+__all__ = ["DeviceChannels", "channels_on", "memory_on"]

@@ -10,12 +10,17 @@ import pytest
 import torch
 
 import device_kernels as k
+import host_proxy
 
 SIZE = 64  # elements of a block
 TYPES = (
     *(torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64, torch.float16, torch.bfloat16, torch.float32),
     *(torch.float64, torch.bool, torch.float8_e4m3fn, torch.float8_e5m2),
 )
+
+
+by_proxy = False  # whether contexts in this process have a proxy's queues and not the software engine's
+device = "cpu"  # where the heaps of contexts in this process are
 
 
 @contextlib.contextmanager
@@ -25,12 +30,31 @@ def context(**variables):
     before = dict(os.environ)
     os.environ.update(variables)
     try:
-        made = iris(heap_size=16 << 20, engines=("sdma",))
+        engines = () if by_proxy and device == "cpu" else ("sdma",)
+        made = iris(heap_size=16 << 20, engines=engines, device=device)
+        if not engines:
+            host_proxy.install(made)
     finally:
         os.environ.clear()
         os.environ.update(before)
     with made as ctx:
         yield ctx
+
+
+def over_a_proxy(rank, world, name, *arguments, on="cpu"):
+    """Run a function of this module on contexts that have a proxy's queues."""
+    global by_proxy, device
+    by_proxy, device = True, on
+    try:
+        globals()[name](rank, world, *arguments)
+    finally:
+        by_proxy, device = False, "cpu"
+
+
+def on_a_gpu(rank, world, name, *arguments):
+    """The same on the GPU that all ranks share, or each its own."""
+    torch.cuda.set_device(rank % torch.cuda.device_count())
+    over_a_proxy(rank, world, name, *arguments, on="cuda")
 
 
 def data(dtype, rank, iteration, numel=SIZE):
@@ -45,7 +69,7 @@ def data(dtype, rank, iteration, numel=SIZE):
 
 
 def same(a, b):
-    return torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
+    return torch.equal(a.cpu().contiguous().view(torch.uint8), b.cpu().contiguous().view(torch.uint8))
 
 
 def mask(kind, rank, numel=SIZE):
@@ -63,6 +87,11 @@ def mask(kind, rank, numel=SIZE):
 
 
 MASKS = ("all", "none", "prefix", "run", "one", "holes", "ends")
+
+
+def local(shape, dtype):
+    """Zeros that are not in the heap."""
+    return torch.zeros(shape, dtype=dtype, device=device)
 
 
 def kept(tensor, keep):
@@ -84,9 +113,11 @@ def moves_everything(rank, world):
             source, inbox = ctx.empty(SIZE, dtype=dtype), ctx.zeros(2 * SIZE, dtype=dtype)
             copied = ctx.zeros(2 * SIZE, dtype=dtype)
             source.copy_(data(dtype, rank, i))
-            fetched, first = torch.zeros(3 * SIZE, dtype=dtype), torch.zeros(1, dtype=dtype)
+            fetched, first = local(3 * SIZE, dtype), local(1, dtype)
             ctx.barrier()
-            k.run(k.moves, *(source, mask(kind, rank), inbox, fetched, copied, first, rank, to, bases), N=SIZE)
+            k.run(
+                k.moves, *(source, mask(kind, rank).to(device), inbox, fetched, copied, first, rank, to, bases), N=SIZE
+            )
             ctx.barrier()
 
             mine, upper, lower = data(dtype, rank, i), data(dtype, to, i), data(dtype, frm, i)
@@ -111,15 +142,15 @@ def does_atomics(rank, world):
         for i, dtype in enumerate((torch.int32, torch.int64)):
             words, before = ctx.empty(9, n, dtype=dtype), data(dtype, rank, i, 9 * n).view(9, n)
             words.copy_(before)
-            val, old = data(dtype, rank, 10 + i, n), torch.zeros(9, n, dtype=dtype)
+            val, old = data(dtype, rank, 10 + i, n), local((9, n), dtype)
             before, theirs = data(dtype, to, i, 9 * n).view(9, n), data(dtype, frm, 10 + i, n)
             # The last operation compares: at even places with what is there, where the sender knows it.
             even = torch.arange(n) % 2 == 0
-            words[8] = torch.where(even, theirs, theirs + 9)
+            words[8] = torch.where(even, theirs, theirs + 9).to(device)
             ctx.barrier()
-            k.run(k.atomics, words, old, rank, to, bases, val, N=n)
+            k.run(k.atomics, words, old, rank, to, bases, val.to(device), N=n)
             ctx.barrier()
-            start = data(dtype, rank, i, 9 * n).view(9, n)
+            start, words, old = data(dtype, rank, i, 9 * n).view(9, n), words.cpu(), old.cpu()
             kept = torch.arange(n) != 1
             for row, change in enumerate(
                 (
@@ -153,6 +184,8 @@ def test_atomics(ranks, world):
 
 def written(ctx, peer):
     """How many bytes of packets were put into the queue to a rank."""
+    if by_proxy:
+        return ctx._channels._kernels[peer][0].ring.doorbell()
     return ctx._channels._queues[peer, 0].ring.committed()
 
 
@@ -164,7 +197,7 @@ def puts_blocks(rank, world):
         to, frm = (rank + 1) % world, (rank - 1) % world
         cases = [(dtype, "run", False) for dtype in TYPES] + [(torch.int16, kind, False) for kind in MASKS]
         cases += [(torch.int32, "prefix", True), (torch.int32, "all", True)]
-        landed = torch.zeros(1, dtype=torch.int32)
+        landed = local(1, torch.int32)
         for i, (dtype, kind, is_reversed) in enumerate(cases):
             theirs = mask(kind, frm).bool()
             source, inbox = ctx.empty(SIZE, dtype=dtype), ctx.zeros(SIZE + 2, dtype=dtype)
@@ -172,7 +205,7 @@ def puts_blocks(rank, world):
             ctx.barrier()
             before = written(ctx, to)
             k.run(
-                *(k.put_1d, source, inbox[1:], mask(kind, rank), rank, to, bases, engine),
+                *(k.put_1d, source, inbox[1:], mask(kind, rank).to(device), rank, to, bases, engine),
                 N=SIZE,
                 REVERSED=is_reversed,
             )
@@ -181,6 +214,7 @@ def puts_blocks(rank, world):
             assert landed.item() == 1
             ctx.barrier()
             assert same(inbox[1:-1], kept(data(dtype, frm, i), theirs)), (dtype, kind)
+            inbox = inbox.cpu()
             assert not inbox.view(torch.uint8)[: dtype.itemsize].any()
             assert not inbox.view(torch.uint8)[-dtype.itemsize :].any()
             # In order, and with elements in a run: one packet. Else the kernel itself copies.
@@ -212,7 +246,7 @@ def puts_tiles(rank, world):
     with context() as ctx:
         bases, engine = ctx.get_heap_bases(), ctx.get_copy_engine_ctx()
         to, frm = (rank + 1) % world, (rank - 1) % world
-        landed = torch.zeros(1, dtype=torch.int32)
+        landed = local(1, torch.int32)
         types = [torch.float16] * len(tiles) + [torch.bool, torch.float8_e5m2, torch.float64]
         for i, (kind, dtype) in enumerate(zip([*tiles, "inside", "corner", "rows"], types, strict=True)):
             source, inbox = ctx.empty(rows, pitch, dtype=dtype), ctx.zeros(rows + 1, to_pitch, dtype=dtype)
@@ -220,7 +254,18 @@ def puts_tiles(rank, world):
             ctx.barrier()
             before = written(ctx, to)
             k.run(
-                *(k.put_2d, source, inbox, tiles[kind].to(torch.int8), pitch, to_pitch, rank, to, bases, engine),
+                *(
+                    k.put_2d,
+                    source,
+                    inbox,
+                    tiles[kind].to(device, torch.int8),
+                    pitch,
+                    to_pitch,
+                    rank,
+                    to,
+                    bases,
+                    engine,
+                ),
                 ROWS=rows,
                 COLUMNS=columns,
             )
@@ -239,7 +284,7 @@ def puts_tiles(rank, world):
         # One element, by a pointer that is no block.
         one, there = ctx.full((1,), 7 + rank, dtype=torch.int64), ctx.zeros(1, dtype=torch.int64)
         for keep in (0, 1):
-            k.run(k.put_one, one, there, torch.tensor([keep], dtype=torch.int8), rank, to, bases, engine)
+            k.run(k.put_one, one, there, torch.tensor([keep], dtype=torch.int8, device=device), rank, to, bases, engine)
             k.run(k.waits, to, engine, landed)
             ctx.barrier()
             assert there.item() == (7 + frm) * keep
@@ -280,7 +325,7 @@ def signals_behind_puts(rank, world, seed):
             for i in range(producers):
                 arrived = int(flags[i, 0])
                 for j in range(seen[i], arrived):
-                    assert torch.equal(inbox[i, j], expected[i, j]), "the signal was there before its copy"
+                    assert torch.equal(inbox[i, j].cpu(), expected[i, j]), "the signal was there before its copy"
                 seen[i] = arrived
             # Each engine polls go >= k for round k, in the order in which packets were put: let all go, one by one.
             ctx.put(go[:0], frm, signal_flag=go, channel=1)
@@ -288,7 +333,7 @@ def signals_behind_puts(rank, world, seed):
             thread.join(timeout=30)
         ctx.quiet()
         ctx.barrier()
-        assert torch.equal(inbox, expected) and flags[:, 0].tolist() == [rounds] * producers and not failed
+        assert torch.equal(inbox.cpu(), expected) and flags[:, 0].tolist() == [rounds] * producers and not failed
 
 
 @pytest.mark.parametrize("seed", [1, 2, 3] if k.FULL else [1])
@@ -299,7 +344,7 @@ def test_a_signal_of_a_kernel_is_never_seen_before_its_copy(ranks, seed):
 def adds_and_swaps(rank, world):
     with context() as ctx:
         bases, engine = ctx.get_heap_bases(), ctx.get_copy_engine_ctx()
-        landed = torch.zeros(1, dtype=torch.int32)
+        landed = local(1, torch.int32)
         for dtype, big in ((torch.int32, (1 << 31) - 5), (torch.int64, (1 << 62) + (1 << 33) + 3)):
             flag, word = ctx.zeros(1, dtype=dtype), ctx.full((1,), big, dtype=dtype)
             for value in (1, -7, big):
@@ -325,20 +370,24 @@ def test_atomics_of_the_copy_engine(ranks, world):
 def gives_up(rank, world):
     """A kernel that gives a queue up is an error of the host's next call, there and only there."""
     from iris_pg.errors import ClosedError, QueueError
+    from iris_pg.platforms.atomics import atomics
 
     with context(IRIS_PG_TIMEOUT="0.5") as ctx:
         engine, bases = ctx.get_copy_engine_ctx(), ctx.get_heap_bases()
-        landed, flag = torch.zeros(1, dtype=torch.int32), ctx.zeros(1, dtype=torch.int32)
-        ring = ctx._channels._queues[0, 0].ring
-        ring._reserve(*ring._reserve_at, 28)  # a producer that died before it committed
+        landed, flag = local(1, torch.int32), ctx.zeros(1, dtype=torch.int32)
+        if by_proxy:  # a producer that died before it committed
+            ctx._channels._kernels[0][1]._words[0] += 28
+        else:
+            atomics().rmw["add", 8](engine[0, 4].item(), 28)
         k.run(k.signals, flag, 1, rank, 0, bases, engine)
         k.run(k.waits, 0, engine, landed)
         assert landed.item() == 0
         with pytest.raises(QueueError, match="kernel waited in vain for a producer"):
             ctx.quiet(0)
-        with pytest.raises(ClosedError, match="has failed before"):
+        with pytest.raises(QueueError if by_proxy else ClosedError, match="kernel waited in vain for a producer"):
             ctx.put(flag, 0)
-        ctx.put(flag, 0, channel=1)
+        if not by_proxy:
+            ctx.put(flag, 0, channel=1)
         if world > 1:
             k.run(k.signals, flag, 1, rank, 1, bases, engine)
             k.run(k.waits, 1, engine, landed)
@@ -355,7 +404,7 @@ def uses_a_context(rank, world):
     with context() as ctx:
         source, inbox = ctx.empty(SIZE, dtype=torch.int32), ctx.zeros(5, SIZE, dtype=torch.int32)
         source.copy_(data(torch.int32, rank, 0))
-        words, landed = ctx.full((11,), 5, dtype=torch.int32), torch.zeros(1, dtype=torch.int32)
+        words, landed = ctx.full((11,), 5, dtype=torch.int32), local(1, torch.int32)
         ctx.barrier()
         arguments = (ctx.get_device_context(), source, inbox, words, ctx.get_copy_engine_ctx(), landed)
         k.run(k.through_context, *arguments, rank=rank, world=world, N=SIZE)
@@ -363,7 +412,7 @@ def uses_a_context(rank, world):
         lower, mine, upper = (data(torch.int32, r % world, 0) for r in (rank - 1, rank, rank + 1))
         assert landed.item() == 1
         for row, expected in enumerate((lower, mine, lower, upper, lower)):
-            assert torch.equal(inbox[row], expected), row
+            assert torch.equal(inbox[row].cpu(), expected), row
         v = (rank - 1) % world + 1
         assert words.tolist() == [5 + v, 5 - v, v, 5 ^ v, 5 & v, 5 | v, min(5, v), max(5, v), v, 5 + v, v]
 
@@ -371,3 +420,23 @@ def uses_a_context(rank, world):
 @pytest.mark.parametrize("world", [1, 2, 4])
 def test_a_device_context(ranks, world):
     ranks(world).run(uses_a_context)
+
+
+# By a proxy -----------------------------------------------------------------------------------------------------------
+
+
+OVER_A_PROXY = [
+    (2, "puts_blocks"),
+    (2, "puts_tiles"),
+    (2, "signals_behind_puts", 1),
+    (2, "adds_and_swaps"),
+    (2, "gives_up"),
+    (2, "uses_a_context"),
+]
+
+
+@pytest.mark.parametrize("case", OVER_A_PROXY, ids=lambda case: case[1])
+def test_over_a_proxy(ranks, case):
+    """The same through the queues that kernels have on GPUs whose copy engines take no packets."""
+    world, *arguments = case
+    ranks(world).run(over_a_proxy, *arguments)

@@ -60,10 +60,10 @@ class Channels:
                 f"{op}: the queue to rank {to_rank} on channel {channel} has failed before and takes nothing more; use "
                 f"another channel or a new context. It failed with: {queue.fault} {self._where()}"
             )
-        batches = _batches([packet for call in calls for packet in call.packets()], queue.ring.largest_batch)
-        if not batches:
+        made = batches([packet for call in calls for packet in call.packets()], queue.ring.largest_batch)
+        if not made:
             return
-        end = queue.submit(batches)
+        end = queue.submit(made)
         if wait:
             queue.drive(end)
         else:
@@ -144,11 +144,11 @@ class Channels:
         return where(group=self._links.group, rank=self._heap.rank)
 
 
-def _batches(packets: Sequence[bytes], largest: int) -> list[Batch]:
+def batches(packets: Sequence[bytes], largest: int) -> list[Batch]:
     """Return ``packets`` in order, in as few batches of at most ``largest`` bytes as that takes."""
-    batches: list[Batch] = []
+    made: list[Batch] = []
     for packet in packets:
-        if not batches or len(batches[-1].packets) + len(packet) > largest:
-            batches.append(Batch())
-        batches[-1].packets += packet
-    return batches
+        if not made or len(made[-1].packets) + len(packet) > largest:
+            made.append(Batch())
+        made[-1].packets += packet
+    return made

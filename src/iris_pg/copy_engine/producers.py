@@ -32,10 +32,20 @@ class Producers:
         base = self._words.data_ptr()
         self.context = queue._replace(cached_wptr=base + 8 * _CACHED, committed_wptr=base + 8 * _LINE)
 
+    @property
+    def answers(self) -> int:
+        """Address of the answers."""
+        return self._answers.data_ptr()
+
     def limit(self, limit_s: float) -> None:
         """Set the deadline of kernels that are launched from now on, in seconds."""
         for word, value in line_of(self._nbytes, limit_s, self._answers.data_ptr()).items():
             self._words[_LINE + word] = value
+
+    @property
+    def cached_wptr(self) -> int:
+        """Address of how far the queue is reserved."""
+        return self.context.cached_wptr
 
     def error(self) -> str | None:
         """Return why a kernel has given up the queue, in words, if one has."""

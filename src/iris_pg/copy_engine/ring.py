@@ -98,6 +98,9 @@ class Ring:
         nbytes: size of the buffer in bytes.
         name: for messages.
         limit_s: deadline of waits in kernels that write into it, in seconds.
+
+    Attributes:
+        address, memory_bytes: of its memory, whole pages: indices and buffer.
     """
 
     def __init__(self, nbytes: int, name: str = "queue", limit_s: float = 600.0) -> None:
@@ -107,7 +110,8 @@ class Ring:
         self.largest_batch = nbytes // 4  # bytes; so that two batches and a pad always fit
         control = cpu.page_up(6 * _LINE)
         self._memory = cpu.private_memory(control + nbytes)
-        base = self._memory.address
+        self.address, self.memory_bytes = self._memory.address, control + nbytes
+        base = self.address
         self.context = Context(base + control, *(base + i * _LINE for i in range(5)))
         self.view = memoryview((ctypes.c_char * nbytes).from_address(base + control)).cast("B")
         ops = atomics()
