@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable
 from typing import Protocol
 
-from iris_pg.copy_engine import decoder as d
+from iris_pg.copy_engine import decoded as d
 from iris_pg.copy_engine.patience import Patience
 from iris_pg.copy_engine.ring import DEAD, Ring
 from iris_pg.copy_engine.software import Queue
