@@ -17,15 +17,15 @@ from iris_pg import iris
 BATCHES, NUMEL, SLOTS = 50, 4096, 2
 
 
-def part_of(rank: int, batch: int) -> torch.Tensor:
+def part_of(rank: int, batch: int, device: torch.device) -> torch.Tensor:
     """Return what a rank adds to a batch: it depends on the rank, the batch and the position."""
-    return torch.arange(NUMEL) * (rank + 1) + 1000 * batch
+    return torch.arange(NUMEL, device=device) * (rank + 1) + 1000 * batch
 
 
 def main() -> None:
     """Run one rank."""
     with iris(heap_size=16 << 20, engines=("sdma",)) as ctx:
-        rank, last = ctx.cur_rank, ctx.num_ranks - 1
+        rank, last, device = ctx.cur_rank, ctx.num_ranks - 1, ctx.heap.device
         inbox = ctx.zeros(SLOTS, NUMEL, dtype=torch.int64)
         ready, taken = ctx.zeros(1, dtype=torch.int32), ctx.zeros(1, dtype=torch.int32)
         nothing = inbox[0, :0]  # a put of nothing still waits and signals
@@ -36,9 +36,9 @@ def main() -> None:
                 slot.zero_()
             else:
                 ctx.put(nothing, rank, wait_flag=ready, wait_value=batch + 1)
-            slot += part_of(rank, batch)
+            slot += part_of(rank, batch, device)
 
-            expected = sum(part_of(r, batch) for r in range(rank + 1))
+            expected = sum(part_of(r, batch, device) for r in range(rank + 1))
             assert torch.equal(slot, expected), f"batch {batch} on rank {rank} is wrong"
 
             if rank < last:

@@ -75,7 +75,7 @@ def main() -> None:
         matrix, arrived = ctx.zeros(ROWS, COLUMNS), ctx.zeros(1, dtype=torch.int32)
         mine = tiles_of(ctx.cur_rank, ctx.num_ranks)
         n_tiles = sum(len(tiles_of(rank, ctx.num_ranks)) for rank in range(ctx.num_ranks))
-        rows, columns = torch.arange(ROWS), torch.arange(COLUMNS)
+        rows, columns = (torch.arange(n, device=matrix.device) for n in (ROWS, COLUMNS))
 
         for iteration, all_at_once in enumerate((False, True)):
             for where in mine:

@@ -67,7 +67,7 @@ class FakeXio:
             SDMA_QUEUE_SIZE=ring_bytes,
             init=lambda: 0,
             shutdown=lambda: 0,
-            create_queue=self._create,
+            create_queue=lambda src_device, dst_device: self._create(src_device, dst_device, "kernels"),
             create_host_queue=self._create,
             get_queue_device_ctx=self._context,
             signal=self._signal,
@@ -89,11 +89,11 @@ class FakeXio:
 
     # What both signatures have ----------------------------------------------------------------------------------------
 
-    def _create(self, src_device, dst_device):
+    def _create(self, src_device, dst_device, *kernels):
         with self._lock:
-            pair = src_device, dst_device
+            pair = src_device, dst_device, *kernels
             if pair not in self.queues:
-                name = f"xio {src_device}->{dst_device}"
+                name = f"xio {pair}"
                 hostile = None if self._seed is None else random.Random(f"{self._seed}/{pair}")
                 self.queues[pair] = queue = Queue(Ring(self._ring_bytes, name), Patience(1000.0, 1000), hostile)
                 if self._thread:
@@ -104,7 +104,7 @@ class FakeXio:
             return 0
 
     def _context(self, src_device, dst_device):
-        c = self.queues[src_device, dst_device].ring.context
+        c = self.queues[src_device, dst_device, "kernels"].ring.context
         return SimpleNamespace(
             queue_buf=c.queue_buffer,
             rptr=c.rptr,

@@ -10,6 +10,24 @@ from iris_pg.backend import autoload
 
 if TYPE_CHECKING:
     from iris_pg.context import Iris, iris
+    from iris_pg.device.context import DeviceContext
+    from iris_pg.device.triton import (
+        atomic_add,
+        atomic_and,
+        atomic_cas,
+        atomic_max,
+        atomic_min,
+        atomic_or,
+        atomic_sub,
+        atomic_xchg,
+        atomic_xor,
+        copy,
+        get,
+        load,
+        put,
+        quiet,
+        store,
+    )
     from iris_pg.errors import IrisError
     from iris_pg.options import Options
     from iris_pg.process_group import explain
@@ -20,9 +38,48 @@ _WHERE = {
     "Options": "options",
     "explain": "process_group",
     "iris": "context",
+    # For kernels.
+    "DeviceContext": "device.context",
+    "atomic_add": "device.triton",
+    "atomic_and": "device.triton",
+    "atomic_cas": "device.triton",
+    "atomic_max": "device.triton",
+    "atomic_min": "device.triton",
+    "atomic_or": "device.triton",
+    "atomic_sub": "device.triton",
+    "atomic_xchg": "device.triton",
+    "atomic_xor": "device.triton",
+    "copy": "device.triton",
+    "get": "device.triton",
+    "load": "device.triton",
+    "put": "device.triton",
+    "quiet": "device.triton",
+    "store": "device.triton",
 }
 
-__all__ = ["Iris", "IrisError", "Options", "explain", "iris"]
+__all__ = [
+    "DeviceContext",
+    "Iris",
+    "IrisError",
+    "Options",
+    "atomic_add",
+    "atomic_and",
+    "atomic_cas",
+    "atomic_max",
+    "atomic_min",
+    "atomic_or",
+    "atomic_sub",
+    "atomic_xchg",
+    "atomic_xor",
+    "copy",
+    "explain",
+    "get",
+    "iris",
+    "load",
+    "put",
+    "quiet",
+    "store",
+]
 
 
 def __getattr__(name: str) -> Any:

@@ -39,8 +39,7 @@ from iris_pg.options import Options
 from iris_pg.rendezvous import meet
 
 if TYPE_CHECKING:
-    from iris_pg.copy_engine.stream_channels import StreamChannels
-    from iris_pg.device_channels import DeviceChannels
+    from iris_pg.device_channels import CudaChannels, DeviceChannels
 
 ENGINES = ("sdma",)
 
@@ -66,14 +65,13 @@ def iris(heap_size: int = 1 << 30, engines: Sequence[str] = (), device: torch.de
         heap_size: most bytes of heap tensors per rank; mapped as they are used.
         engines: ``("sdma",)`` for puts: it starts the copy engine and its thread. Without it there are the heap, its
             tensors, and device code.
-        device: where the heap is: the CPU, or this rank's GPU. When None the current GPU, or the CPU where there is
-            none. On NVIDIA GPUs a transfer follows what the current
-            stream was told before, and a signal is a kernel of one thread. On AMD GPUs ``"sdma"`` is rocm-xio, its one
-            channel to a rank is 0, and a transfer reads what streams have done: call ``torch.cuda.synchronize()``
-            before it.
+        device: where the heap is: the CPU, or this rank's GPU; when None the current GPU, or the CPU where there is
+            none. On an NVIDIA GPU a transfer follows what the current stream was told before, and a signal is a kernel
+            of one thread. On an AMD GPU ``"sdma"`` is rocm-xio, its one channel to a rank is 0, and a transfer reads
+            what streams have done: call ``torch.cuda.synchronize()`` before it.
 
     Raises:
-        UnsupportedError: GPUs that cannot access each other's memory, or what cuda-bindings or rocm-xio lacks.
+        UnsupportedError: a device that is no GPU, GPUs that cannot access each other's memory, or what rocm-xio lacks.
         OptionError: an engine that does not exist, a bad size, or half of torchrun's variables.
         DeadlineError, PeerLostError: a rank did not come, or died. MismatchError: ranks ask for different sizes.
     """
@@ -110,13 +108,13 @@ class Iris(HeapTensors):
         try:
             self.heap = SymmetricHeap(self._links, heap_size, memory=memory)
             self._encoder = Encoder(self.heap)
-            self._channels: Channels | StreamChannels | DeviceChannels | None = None
+            self._channels: Channels | CudaChannels | DeviceChannels | None = None
             if "sdma" in engines and memory is None:
                 self._channels = Channels(self.heap, timeout_s, options.hostile_seed)
             elif "sdma" in engines and memory:
                 from iris_pg.device_channels import channels_on
 
-                self._channels = channels_on(self.heap, memory.place, timeout_s)
+                self._channels = channels_on(self.heap, memory, timeout_s)
         except BaseException as error:
             self._links.close("set-up failed", error)
             raise
@@ -250,15 +248,16 @@ class Iris(HeapTensors):
         self._engine("quiet", self.cur_rank if to_rank is None else to_rank).quiet(to_rank, channel)
 
     def get_copy_engine_ctx(self) -> Tensor | None:
-        """Return what device code needs for its own puts, uint64 [num_ranks, 6]; None without the copy engine, and on
-        NVIDIA GPUs, whose copy engines take packets of the driver only.
+        """Return what kernels need for puts through the copy engine, uint64 [num_ranks, 6] on the heap's device; None
+        without the copy engine.
 
         A row is the queue to that rank on channel 0: queue buffer, read pointer, write pointer, doorbell, cached write
         pointer, committed write pointer.
         """
         self._check_open("get_copy_engine_ctx")
-        contexts = self._channels.contexts() if self._channels else None
-        return None if contexts is None else torch.tensor(contexts, dtype=torch.uint64)
+        if not self._channels:
+            return None
+        return torch.tensor(self._channels.contexts(), dtype=torch.uint64).to(self.heap.device)
 
     # The ranks --------------------------------------------------------------------------------------------------------
 
@@ -271,12 +270,14 @@ class Iris(HeapTensors):
         return self.num_ranks
 
     def get_heap_bases(self) -> Tensor:
-        """Return where each rank's heap is mapped in this process, uint64 [num_ranks] on the CPU."""
-        return torch.tensor(self.heap.bases, dtype=torch.uint64)
+        """Return where each rank's heap is mapped in this process, uint64 [num_ranks] on the heap's device."""
+        return torch.tensor(self.heap.bases, dtype=torch.uint64).to(self.heap.device)
 
     def get_device_context(self) -> Tensor:
-        """Return what device code needs to know, int64 [2 + num_ranks] on the CPU: cur_rank, num_ranks, heap bases."""
-        return torch.tensor([self.cur_rank, self.num_ranks, *self.heap.bases], dtype=torch.int64)
+        """Return what a DeviceContext is made from, int64 [2 + num_ranks] on the heap's device: cur_rank, num_ranks,
+        heap bases.
+        """
+        return torch.tensor([self.cur_rank, self.num_ranks, *self.heap.bases], dtype=torch.int64).to(self.heap.device)
 
     def barrier(self) -> None:
         """Return when every rank has entered. It does not wait for transfers: call :meth:`quiet` first. Collective.
@@ -336,7 +337,7 @@ class Iris(HeapTensors):
     def __repr__(self) -> str:
         return f"<Iris {self._links.group}, rank {self.cur_rank} of {self.num_ranks}>"
 
-    def _engine(self, op: str, to_rank: int) -> Channels | StreamChannels | DeviceChannels:
+    def _engine(self, op: str, to_rank: int) -> Channels | CudaChannels | DeviceChannels:
         """Return the copy engine's queues, when ``op`` to ``to_rank`` is possible."""
         self._check_open(op)
         if self._channels is None:

@@ -130,6 +130,7 @@ def gathers_for_long(rank, world, iterations):
     assert torch.equal(theirs.view(world, -1), torch.tensor([sums] * world))
 
 
+@pytest.mark.timeout(TIMEOUT_S + 60)
 @pytest.mark.parametrize(  # hostile_seed is for the software copy engine
     ("engine", "hostile_seed"),
     [(engine, seed) for engine in ENGINES for seed in (None, 7) if not seed or engine == "sdma"],

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from iris_pg.collectives.build import build
 from iris_pg.collectives.flow import Flow, Fold, Part
 from iris_pg.collectives.setting import Setting
-from iris_pg.copy_engine import decoder
+from iris_pg.copy_engine import decoded, decoder
 from iris_pg.copy_engine.translate import encode
 from iris_pg.errors import ArgumentError, MismatchError
 from iris_pg.flags import ControlPage
@@ -346,7 +346,7 @@ def copies_of(program):
         while at < len(batch.packets):
             packet = decoder.decode(batch.packets, at, len(batch.packets))
             at += packet.size_bytes
-            if isinstance(packet, decoder.CopyLinear):
+            if isinstance(packet, decoded.CopyLinear):
                 found.append((packet.dst, packet.src, packet.nbytes))
     return found, address
 

@@ -11,6 +11,7 @@ from types import ModuleType, SimpleNamespace
 import pytest
 import torch
 
+import device_kernels as kernels
 from fake_hip import installed
 from fake_xio import SIGNATURES, FakeXio
 from iris_pg import device_queues
@@ -20,8 +21,9 @@ from iris_pg.collectives.setting import Setting
 from iris_pg.context import iris
 from iris_pg.copy_engine import xio
 from iris_pg.copy_engine.patience import Patience
+from iris_pg.copy_engine.ring import Line
 from iris_pg.device_queues import DeviceQueues, make_queues, words_for
-from iris_pg.errors import UnsupportedError
+from iris_pg.errors import QueueError, UnsupportedError
 from iris_pg.flags import LINE, ControlPage
 from iris_pg.platforms import cpu, hip
 from iris_pg.platforms.atomics import atomics
@@ -208,14 +210,31 @@ def test_a_context_on_an_amd_gpu(a_gpu, monkeypatch, fakes, package):
         a, b, flag = ctx.arange(100), ctx.zeros(100, dtype=torch.int64), ctx.zeros(1, dtype=torch.int64)
         ctx.put(a, 0, b, signal_flag=flag, signal_value=3)
         assert torch.equal(a, b) and flag.item() == 3
-        assert ctx.get_copy_engine_ctx().shape == (1, 6)
         assert library.owner(0, 0)
     assert not library.owner(0, 0), "a context that is closed gives its queues back"
+    for round_ in range(3):  # kernels go on where those of the context before have stopped
+        with iris(heap_size=1 << 20, engines=("sdma",), device="cuda:0") as ctx:
+            engine, bases = ctx.get_copy_engine_ctx(), ctx.get_heap_bases()
+            assert engine.shape == (1, 6)
+            a, b, flag = ctx.arange(64) + round_, ctx.zeros(64, dtype=torch.int64), ctx.zeros(1, dtype=torch.int32)
+            landed, keep = torch.zeros(1, dtype=torch.int32), torch.ones(64, dtype=torch.int8)
+            a = ctx.zeros(64, dtype=torch.int64).copy_(a)
+            kernels.run(kernels.put_1d, a, b, keep, 0, 0, bases, engine, N=64, REVERSED=False)
+            kernels.run(kernels.signals, flag, 5, 0, 0, bases, engine)
+            kernels.run(kernels.waits, 0, engine, landed)
+            assert torch.equal(a, b) and flag.item() == 5 and landed.item() == 1
+            if round_ == 2:
+                producers = library.kernels[0, 0]
+                producers._words[8 + Line.LIMIT_NS] = 200_000_000
+                atomics().rmw["add", 8](producers.context.cached_wptr, 28)  # one that never commits
+                kernels.run(kernels.signals, flag, 5, 0, 0, bases, engine)
+                with pytest.raises(QueueError, match="rank 0: a kernel waited in vain for a producer"):
+                    ctx.quiet()
 
 
-def test_a_context_on_another_gpu_is_refused():
-    with pytest.raises(UnsupportedError, match="it is on the CPU, or on a GPU that torch sees"):
-        iris(device="cuda:0")
+def test_a_context_on_what_is_no_gpu_is_refused():
+    with pytest.raises(UnsupportedError, match="on mps; it is on the CPU or on a GPU"):
+        iris(device="mps")
 
 
 def test_numbers_are_of_pci_addresses_and_not_of_ranks(monkeypatch):

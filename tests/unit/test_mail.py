@@ -12,6 +12,7 @@ import torch
 
 from iris_pg import mail, mailbox
 from iris_pg.copy_engine import decoder
+from iris_pg.copy_engine.decoded import Fence
 from iris_pg.errors import ClosedError, DeadlineError, MismatchError, PeerLostError, QueueError
 from iris_pg.flags import MAIL_SLOTS, ControlPage
 from iris_pg.mail import Mail
@@ -163,14 +164,14 @@ def test_packets_of_a_part(group):
     assert outbox.has_room
     take, header, copy, signal = decoded(outbox.put(source.data_ptr(), 256, (256, 5, b"int64")))
     slot = b.base + b.areas["mail"]
-    assert take == decoder.Fence(a.base + page.emptied(0, 1), 0)
+    assert take == Fence(a.base + page.emptied(0, 1), 0)
     assert (header.dst, header.nbytes) == (slot, 64)
     assert (copy.dst, copy.src, copy.nbytes) == (slot + 64, source.data_ptr(), 256)
-    assert signal == decoder.Fence(b.base + page.mailed(0, 0), 1)
+    assert signal == Fence(b.base + page.mailed(0, 0), 1)
     take, copy, signal = decoded(inbox.take(target.data_ptr(), 256, True))
-    assert take == decoder.Fence(b.base + page.mailed(0, 0), 0)
+    assert take == Fence(b.base + page.mailed(0, 0), 0)
     assert (copy.dst, copy.src, copy.nbytes) == (target.data_ptr(), slot + 64, 256)
-    assert signal == decoder.Fence(a.base + page.emptied(0, 1), 1)
+    assert signal == Fence(a.base + page.emptied(0, 1), 1)
     # Another part has no header; a message of 0 bytes, and bytes that nobody wants, have no copy.
     assert [type(p).__name__ for p in decoded(outbox.put(source.data_ptr(), 8))] == ["Fence", "CopyLinear", "Fence"]
     assert not outbox.has_room  # both slots have been used, and neither emptied

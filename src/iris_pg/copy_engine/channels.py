@@ -16,7 +16,7 @@ from iris_pg.copy_engine.ring import Context, Ring
 from iris_pg.copy_engine.software import Queue
 from iris_pg.copy_engine.thread import EngineThread
 from iris_pg.copy_engine.translate import Batch
-from iris_pg.errors import ArgumentError, ClosedError, IrisError, where
+from iris_pg.errors import ArgumentError, ClosedError, IrisError, QueueError, where
 from iris_pg.memory.heap import SymmetricHeap
 
 RING_BYTES = 1 << 20  # of one queue
@@ -60,10 +60,10 @@ class Channels:
                 f"{op}: the queue to rank {to_rank} on channel {channel} has failed before and takes nothing more; use "
                 f"another channel or a new context. It failed with: {queue.fault} {self._where()}"
             )
-        batches = _batches([packet for call in calls for packet in call.packets()], queue.ring.largest_batch)
-        if not batches:
+        made = batches([packet for call in calls for packet in call.packets()], queue.ring.largest_batch)
+        if not made:
             return
-        end = queue.submit(batches)
+        end = queue.submit(made)
         if wait:
             queue.drive(end)
         else:
@@ -73,13 +73,16 @@ class Channels:
         """Return when what was submitted on ``channel`` before, to ``to_rank`` or to all ranks, has been executed.
 
         Raises:
-            DeadlineError, QueueError, PacketError: what a transfer failed with.
+            DeadlineError, QueueError, PacketError: what a transfer failed with, one of a kernel too.
         """
         self._check_channel("quiet", channel)
         ranks = range(self._heap.world) if to_rank is None else (to_rank,)
         queues = [queue for rank in ranks if (queue := self._queues.get((rank, channel)))]
         # What was submitted before this call is committed, so it ends at or before this index; more may follow.
         for queue, end in [(queue, queue.ring.committed()) for queue in queues]:
+            self._look(queue)
+            if queue.fault and queue.ring.error():
+                raise queue.fault
             queue.drive(end)
 
     def contexts(self) -> list[Context]:
@@ -107,7 +110,13 @@ class Channels:
                 if queue is None:
                     queue = self._queues[to_rank, channel] = self._create(to_rank, channel)
                     self._thread.add(queue)
+        self._look(queue)
         return queue
+
+    def _look(self, queue: Queue) -> None:
+        """Fail a queue that a kernel has given up."""
+        if not queue.fault and (why := queue.ring.error()):
+            queue.fail(QueueError(f"{why} {self._where()}"))
 
     def _create(self, peer: int, channel: int) -> Queue:
         def describe(address: int) -> str:
@@ -121,7 +130,7 @@ class Channels:
         hostile = None if seed is None else random.Random(f"{seed}/{self._heap.rank}/{peer}/{channel}")
         patience = Patience(self._timeout_s, self._heap.world, self._check, describe)
         name = f"{self._links.group}/{self._heap.rank}->{peer}/{channel}"
-        return Queue(Ring(RING_BYTES, name), patience, hostile)
+        return Queue(Ring(RING_BYTES, name, self._timeout_s), patience, hostile)
 
     def _check(self, address: int, expected: int, seen: int) -> None:
         if self._closed:
@@ -135,11 +144,11 @@ class Channels:
         return where(group=self._links.group, rank=self._heap.rank)
 
 
-def _batches(packets: Sequence[bytes], largest: int) -> list[Batch]:
+def batches(packets: Sequence[bytes], largest: int) -> list[Batch]:
     """Return ``packets`` in order, in as few batches of at most ``largest`` bytes as that takes."""
-    batches: list[Batch] = []
+    made: list[Batch] = []
     for packet in packets:
-        if not batches or len(batches[-1].packets) + len(packet) > largest:
-            batches.append(Batch())
-        batches[-1].packets += packet
-    return batches
+        if not made or len(made[-1].packets) + len(packet) > largest:
+            made.append(Batch())
+        made[-1].packets += packet
+    return made

@@ -62,7 +62,10 @@ class Patience:
 
     def look(self, address: int, expected: int, waited_s: float) -> None:
         """Raise when a wait that has lasted ``waited_s`` seconds is in vain or too long."""
-        seen = self._load(address)
+        self.give_up(address, expected, self._load(address), waited_s)
+
+    def give_up(self, address: int, expected: int, seen: int, waited_s: float) -> None:
+        """The same for a word that was read otherwise."""
         if self.check:
             self.check(address, expected, seen)
         if waited_s > self.timeout_s:

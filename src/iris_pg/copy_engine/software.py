@@ -21,7 +21,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from iris_pg.completion import Completion
-from iris_pg.copy_engine import decoder as d
+from iris_pg.copy_engine import decoded as d
+from iris_pg.copy_engine.decoder import decode
 from iris_pg.copy_engine.patience import Patience
 from iris_pg.copy_engine.reduction import reduce_bytes
 from iris_pg.copy_engine.ring import Ring
@@ -221,6 +222,7 @@ class Queue:
         """Make the queue failed: every pending operation ends with ``error``, and later ones raise it."""
         if self.fault is None:
             self.fault = error
+            self.ring.refuse()
             if self._on_fault:
                 self._on_fault(error)
         while self._pending:
@@ -250,7 +252,7 @@ class Queue:
         ``wait`` False) a poll, stopped it before.
         """
         view, mask, size, execute = self.ring.view, self._mask, self.ring.nbytes, self._execute
-        decode, nop = d.decode, d.Nop
+        nop = d.Nop
         doorbell = self.ring.doorbell()
         stop = min(until, doorbell)
         at = retired = self._at
@@ -457,7 +459,7 @@ class Queue:
         while at < doorbell and len(lines) < 6:
             place = at & self._mask
             try:
-                packet = d.decode(self.ring.view, place, min(self.ring.nbytes, place + doorbell - at))
+                packet = decode(self.ring.view, place, min(self.ring.nbytes, place + doorbell - at))
             except PacketError as error:
                 lines.append(f"  {at}: {error}")
                 break

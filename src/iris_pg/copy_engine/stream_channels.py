@@ -122,9 +122,6 @@ class StreamChannels:
             if transfer:
                 self._finish(transfer, "quiet")
 
-    def contexts(self) -> None:
-        """Return None: the copy engines of NVIDIA GPUs take packets of the driver only."""
-
     def close(self, error: IrisError) -> None:
         """Drop what waits for a flag, and end the thread. What is on a stream ends by itself."""
         self._closed, self._stop = error, True

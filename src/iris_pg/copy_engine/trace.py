@@ -11,7 +11,8 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence
 
-from iris_pg.copy_engine import decoder as d
+from iris_pg.copy_engine import decoded as d
+from iris_pg.copy_engine.decoder import decode
 from iris_pg.copy_engine.trap import PULL, REDUCE, Pull, Reduction, requested
 from iris_pg.platforms.atomics import AWAIT, COPY, OTHER, READ, STORE, STORE64, WITH
 
@@ -37,7 +38,7 @@ class Trace:
         self._words = array("Q")
         at = nop = 0  # nop: where the last NOP began
         while at < len(words):
-            decoded = d.decode(words, at, len(words))
+            decoded = decode(words, at, len(words))
             packet: d.Packet | Reduction | Pull = decoded
             if type(packet) is d.Trap and packet.context in (REDUCE, PULL):
                 packet = requested(packet.context, words[nop + 4 : at])

@@ -23,6 +23,7 @@ from collections.abc import Callable
 from typing import Any
 
 from iris_pg.copy_engine.calls import EMPTY, Call, Increase, Invocation, Linear, Poll
+from iris_pg.copy_engine.producers import Producers
 from iris_pg.copy_engine.tile import Tile
 from iris_pg.errors import IrisError, QueueError, UnsupportedError
 from iris_pg.platforms.atomics import atomics
@@ -68,6 +69,7 @@ class Library:
 
     Attributes:
         ring_bytes: size of a queue's ring.
+        kernels: what kernels share of the queue from one GPU to another.
 
     Raises:
         UnsupportedError: it lacks a function that is called here. QueueError: it does not start.
@@ -84,6 +86,7 @@ class Library:
         self.ring_bytes = int(getattr(module, "SDMA_QUEUE_SIZE", _RING_BYTES))
         self._lock = threading.Lock()
         self._owners: dict[tuple[int, int], str] = {}
+        self.kernels: dict[tuple[int, int], Producers] = {}
         _succeed("init", module.init())
 
     def acquire(self, src_device: int, dst_device: int, owner: str) -> int:

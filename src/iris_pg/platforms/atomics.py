@@ -44,6 +44,9 @@ class Atomics(NamedTuple):
     ``read_process(pid, dst, src, nbytes) -> nbytes read`` copies from the memory of another process, without the GIL:
     process_vm_readv(2) with one piece on each side; negative when it failed.
 
+    ``await_change(words, seen, count, turns) -> index`` looks at ``count`` 64-bit words, whose addresses are an array,
+    up to ``turns`` times each, until one is not what the array ``seen`` says, without the GIL; its index, or ``count``.
+
     ``reserve(cached_wptr, rptr, size, nbytes) -> base`` and ``commit(wptr, doorbell, committed_wptr, base, end) ->
     done`` are the two steps of a producer on a packet ring, each one call: 2^64 - 1 says that the ring is full, and 0
     that an earlier producer has not committed yet. What they do is said in copy_engine/ring.py.
@@ -60,6 +63,7 @@ class Atomics(NamedTuple):
     copy_rows: Callable[[int, int, int, int, int, int], None]
     execute: Callable[[int, int, int, int], int]
     read_process: Callable[[int, int, int, int], int]
+    await_change: Callable[[int, int, int, int], int]
     reserve: Callable[[int, int, int, int], int]
     commit: Callable[[int, int, int, int, int], int]
     keep: Any  # the LLVM engine that owns the code
@@ -218,6 +222,39 @@ entry:
   %got = call i64 @process_vm_readv(i32 %pid, ptr %here, i64 1, ptr %there, i64 1, i64 0)
   ret i64 %got
 }}
+define i64 @await_change(i64 %words, i64 %seen, i64 %count, i64 %turns) {{
+entry:
+  %pw = inttoptr i64 %words to ptr
+  %ps = inttoptr i64 %seen to ptr
+  br label %turn
+turn:
+  %t = phi i64 [ 0, %entry ], [ %t2, %again ]
+  %tired = icmp uge i64 %t, %turns
+  br i1 %tired, label %none, label %look
+look:
+  %i = phi i64 [ 0, %turn ], [ %i2, %same ]
+  %end = icmp uge i64 %i, %count
+  br i1 %end, label %again, label %one
+one:
+  %pa = getelementptr i64, ptr %pw, i64 %i
+  %a = load i64, ptr %pa
+  %p = inttoptr i64 %a to ptr
+  %now = load atomic i64, ptr %p acquire, align 8
+  %pe = getelementptr i64, ptr %ps, i64 %i
+  %was = load i64, ptr %pe
+  %equal = icmp eq i64 %now, %was
+  br i1 %equal, label %same, label %found
+same:
+  %i2 = add i64 %i, 1
+  br label %look
+again:
+  %t2 = add i64 %t, 1
+  br label %turn
+found:
+  ret i64 %i
+none:
+  ret i64 %count
+}}
 define i64 @reserve(i64 %cached, i64 %rptr, i64 %size, i64 %n) {{
 entry:
   %pc = inttoptr i64 %cached to ptr
@@ -309,6 +346,7 @@ def _compile() -> Atomics:
         copy_rows=bind("copy_rows", without_gil, None, *[address] * 6),
         execute=bind("execute", without_gil, word[8], address, address, address, word[4]),
         read_process=bind("read_process", without_gil, ctypes.c_int64, ctypes.c_int32, *[address] * 3),
+        await_change=bind("await_change", without_gil, word[8], *[address] * 4),
         reserve=bind("reserve", with_gil, word[8], *[address] * 4),
         commit=bind("commit", with_gil, word[8], *[address] * 5),
         keep=engine,

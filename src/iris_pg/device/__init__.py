@@ -1,0 +1,1 @@
+"""What kernels of users call: loads, stores, atomics and copy-engine transfers to the memory of other ranks."""
