@@ -49,23 +49,31 @@ class Stream:
 
     def record_event(self):
         event = Event()
-        self.submit(event.set)
+        event.record(self)
         return event
 
     def wait_event(self, event):
-        self.submit(event.wait)
+        self.submit(event.now.wait)
 
     def wait_stream(self, other):
         self.wait_event(other.record_event())
 
     def synchronize(self):
-        self.record_event().wait()
+        self.record_event().now.wait()
 
 
-class Event(threading.Event):
-    """What a stream sets when it comes to it."""
+class Event:
+    """What a stream sets when it comes to it; who waits for it waits for what was recorded last."""
 
-    query = threading.Event.is_set
+    def __init__(self):
+        self.now = threading.Event()
+
+    def record(self, stream):
+        self.now = now = threading.Event()
+        stream.submit(now.set)
+
+    def query(self):
+        return self.now.is_set()
 
 
 class Memory(HostMemory):
@@ -161,7 +169,7 @@ def pretend():
         (device_work, dict(raw_stream=lambda device: Stream.current.cuda_stream)),
         (device_transport, dict(stream_of=lambda device, raw: Stream.all[raw])),
         (device_transport, dict(raw_stream=lambda device: Stream.current.cuda_stream)),
-        (torch.cuda, dict(Stream=Stream, stream=on, device=lambda device: contextlib.nullcontext())),
+        (torch.cuda, dict(Stream=Stream, Event=Event, stream=on, device=lambda device: contextlib.nullcontext())),
         (torch.cuda, dict(current_stream=lambda device=None: Stream.current, synchronize=synchronize)),
         (torch.cuda, dict(is_current_stream_capturing=lambda: False, current_device=lambda: 0)),
         (torch._C, dict(_cuda_getDevice=lambda: 0, _cuda_isCurrentStreamCapturing=lambda: False)),

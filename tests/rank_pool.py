@@ -477,9 +477,6 @@ def _serve(fd: int, port: int) -> None:
     store = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
     for name in ("iris_pg.process_group", "torch.distributed.nn"):  # the latter would keep the first group as a default
         importlib.import_module(name)
-    if torch.version.cuda or torch.version.hip:  # torch opens the driver at a group's first barrier, and keeps it
-        torch.cuda.is_available() and torch.cuda.current_stream()
-        torch.cuda.device_count()
     gc.collect()
     gc.freeze()  # so that the collections after each run look only at what the run has made
     connection.send("ready")
@@ -489,6 +486,8 @@ def _serve(fd: int, port: int) -> None:
         except EOFError:
             sys.stdout.flush()
             os._exit(0)  # the interpreter's own end takes a second and gives nothing back that the kernel does not
+        if torch.cuda.is_available():  # rank r uses GPU r; its context is the process's, and stays
+            torch.cuda.current_stream(task.rank % torch.cuda.device_count()).query()
         before = holdings()
         connection.send(_execute(task, store))
         connection.send(left_over(before, CLEAN_S))

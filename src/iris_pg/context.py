@@ -41,8 +41,7 @@ from iris_pg.rendezvous import meet
 
 if TYPE_CHECKING:
     from iris_pg.device.all_gather import KernelGather
-    from iris_pg.device_channels import DeviceChannels
-    from iris_pg.proxy_channels import ProxyChannels
+    from iris_pg.device_channels import CudaChannels, DeviceChannels
     from iris_pg.triggered import Send, TriggeredPlan
 
 ENGINES = ("sdma",)
@@ -69,13 +68,13 @@ def iris(heap_size: int = 1 << 30, engines: Sequence[str] = (), device: torch.de
         heap_size: most bytes of heap tensors per rank; mapped as they are used.
         engines: ``("sdma",)`` for puts: it starts the copy engine and its thread. Without it there are the heap, its
             tensors, and device code.
-        device: where the heap is: the CPU, or this rank's GPU. ``"sdma"`` is rocm-xio on an AMD GPU, with one channel
-            to a rank, 0; and on an NVIDIA GPU a thread that has the GPU's copy engines do it. A transfer of the host
-            reads
-            what streams have done: call ``torch.cuda.synchronize()`` before it.
+        device: where the heap is: the CPU, or this rank's GPU. On NVIDIA GPUs a transfer follows what the current
+            stream was told before, and a signal is a kernel of one thread; what kernels put, a thread of the host has
+            the copy engines do (docs/device_api.md). On AMD GPUs ``"sdma"`` is rocm-xio, its one channel to a rank is
+            0, and a transfer reads what streams have done: call ``torch.cuda.synchronize()`` before it.
 
     Raises:
-        UnsupportedError: a device that is no GPU, or what rocm-xio lacks.
+        UnsupportedError: GPUs that cannot access each other's memory, or what cuda-bindings or rocm-xio lacks.
         OptionError: an engine that does not exist, a bad size, or half of torchrun's variables.
         DeadlineError, PeerLostError: a rank did not come, or died. MismatchError: ranks ask for different sizes.
     """
@@ -112,13 +111,13 @@ class Iris(HeapTensors):
             self._encoder = Encoder(self.heap)
             self._holding = threading.Lock()
             self._held: dict[tuple[int, int], TriggeredPlan] = {}  # who holds a rank's channel
-            self._channels: Channels | DeviceChannels | ProxyChannels | None = None
+            self._channels: Channels | CudaChannels | DeviceChannels | None = None
             if "sdma" in engines and memory is None:
                 self._channels = Channels(self.heap, timeout_s, options.hostile_seed)
             elif "sdma" in engines and memory:
                 from iris_pg.device_channels import channels_on
 
-                self._channels = channels_on(self.heap, memory, timeout_s)
+                self._channels = channels_on(self.heap, memory.place, timeout_s)
         except BaseException as error:
             self._links.close("set-up failed", error)
             raise
@@ -155,7 +154,7 @@ class Iris(HeapTensors):
 
         Raises:
             ArgumentError: a tensor, flag, rank or channel that does not fit. Nothing has moved.
-            UnsupportedError: the context has no copy engine, or a tensor is not on the CPU.
+            UnsupportedError: the context has no copy engine, a tensor is not where its heap is, or a graph is captured.
             DeadlineError: the wait was in vain; with a dump of the queue, which takes nothing more.
             ClosedError: the context is closed, or the queue has failed before.
         """
@@ -391,7 +390,7 @@ class Iris(HeapTensors):
         with self._holding:
             self._held = {place: held for place, held in self._held.items() if held is not plan}
 
-    def _engine(self, op: str, to_rank: int, channel: int = -1) -> Channels | DeviceChannels | ProxyChannels:
+    def _engine(self, op: str, to_rank: int, channel: int = -1) -> Channels | CudaChannels | DeviceChannels:
         """Return the copy engine's queues, when ``op`` to ``to_rank`` is possible."""
         self._check_open(op)
         if self._channels is None:

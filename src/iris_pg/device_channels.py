@@ -1,10 +1,13 @@
-"""The queues of a one-sided context whose heap is on a GPU: an AMD GPU's own, or those of a proxy."""
+"""The queues of a one-sided context whose heap is on a GPU: streams of an NVIDIA GPU, and a proxy
+for its kernels; or rocm-xio for an AMD one.
+"""
 
 from __future__ import annotations
 
 import torch
 
 from iris_pg.copy_engine import xio
+from iris_pg.copy_engine.stream_channels import StreamChannels
 from iris_pg.copy_engine.xio_channels import XioChannels
 from iris_pg.copy_engine.xio_queue import WORDS_BYTES, Words
 from iris_pg.device_page import DevicePage
@@ -13,7 +16,7 @@ from iris_pg.errors import IrisError, UnsupportedError
 from iris_pg.flags import LINE
 from iris_pg.memory.heap import SymmetricHeap
 from iris_pg.platforms.gpu import platform as gpu
-from iris_pg.proxy_channels import Cuda, ProxyChannels
+from iris_pg.proxy_channels import Cuda, KernelPuts, KernelQueues
 
 _OF_A_QUEUE = -(-WORDS_BYTES // LINE)  # words of the page, which are lines
 
@@ -22,22 +25,37 @@ def memory_on(device: torch.device) -> gpu.DeviceMemory:
     """Return the memory of a GPU that a context's heap may be made of.
 
     Raises:
-        UnsupportedError: it is no GPU, or a package is missing that its memory needs.
+        UnsupportedError: torch has no GPU, or what it needs is missing.
     """
-    if device.type != "cuda":
-        raise UnsupportedError(f"a one-sided context on {device}; it is on the CPU or on a GPU, which is 'cuda'")
+    if device.type != "cuda" or not (torch.version.hip or torch.cuda.is_available()):
+        raise UnsupportedError(f"a one-sided context on {device}; it is on the CPU, or on a GPU that torch sees")
     return gpu.DeviceMemory(torch.device("cuda", torch.cuda.current_device()) if device.index is None else device)
 
 
-def channels_on(heap: SymmetricHeap, memory: gpu.DeviceMemory, timeout_s: float) -> DeviceChannels | ProxyChannels:
-    """Return the queues of a context on a GPU. Collective on AMD GPUs.
+def channels_on(heap: SymmetricHeap, place: str, timeout_s: float) -> CudaChannels | DeviceChannels:
+    """Return the queues from this rank's GPU to those of all ranks. Collective; see :class:`DeviceChannels`.
 
     Raises:
-        UnsupportedError: on all ranks; what rocm-xio lacks.
+        UnsupportedError: as :class:`DeviceChannels`; or GPUs that cannot add to flags in each other's memory.
     """
     if torch.version.hip:
-        return DeviceChannels(heap, memory.place, timeout_s)
-    return ProxyChannels(heap, Cuda(memory.device), timeout_s)
+        return DeviceChannels(heap, place, timeout_s)
+    places = [str(m.payload["place"]) for m in heap.links.exchange(dict(place=place), what="create queues")]
+    for peer, there in enumerate(places):
+        if not gpu.has_atomics(heap.device, there):
+            raise UnsupportedError(
+                f"rank {heap.rank}'s {heap.device} has no atomic operations on the memory of rank {peer}'s GPU (see "
+                "`nvidia-smi topo -p2p a`), so a put cannot signal; use the collectives of a process group"
+            )
+    return CudaChannels(heap, timeout_s)
+
+
+class CudaChannels(KernelPuts, StreamChannels):
+    """Streams for what the host puts, and a proxy's queues for kernels. Arguments as :class:`StreamChannels`."""
+
+    def __init__(self, heap: SymmetricHeap, timeout_s: float) -> None:
+        super().__init__(heap, timeout_s)
+        self.kernels = KernelQueues(heap, Cuda(heap.device), timeout_s)
 
 
 class DeviceChannels(XioChannels):
@@ -76,4 +94,4 @@ class DeviceChannels(XioChannels):
             self._page.close()
 
 
-__all__ = ["DeviceChannels", "channels_on", "memory_on"]
+__all__ = ["CudaChannels", "DeviceChannels", "channels_on", "memory_on"]

@@ -22,7 +22,7 @@ from iris_pg.device_queues import DeviceQueues
 from iris_pg.flags import MAIL_SLOTS, SLOTS
 from iris_pg.memory.heap import SymmetricHeap
 from iris_pg.platforms.gpu import platform as gpu
-from iris_pg.program import Program, Ref
+from iris_pg.program import LANES, Program, Ref
 from iris_pg.watch import Key, tag_of
 
 _PREPARED = 4096  # most operations whose driver calls are kept
@@ -74,7 +74,7 @@ class DeviceCopies:
         self.chunk_bytes = chunk_bytes
         self.pair_bytes = max(256, 2 * chunk_bytes // max(self.world, 1) // 256 * 256)
         self._page = page
-        self._second = gpu.SecondStream(torch.cuda.Stream(device).cuda_stream)
+        self._others = [gpu.SecondStream(torch.cuda.Stream(device).cuda_stream) for _ in range(LANES - 1)]
         self._heap: SymmetricHeap | None = None
         self.queues: DeviceQueues | None = None  # for what they can do, where they are
         self._programs: OrderedDict[Hashable, Program] = OrderedDict()
@@ -175,7 +175,7 @@ class DeviceCopies:
         lanes: bool = False,
     ) -> Prepared:
         actions = lower(program, self._addresses(names, addresses), lanes=lanes)
-        calls, end = bind(actions, self.device, self._page.address_of_word(word), self._second)
+        calls, end = bind(actions, self.device, self._page.address_of_word(word), self._others)
         return self._keep(known, Prepared(program, calls, end))
 
     def _prepare_queues(

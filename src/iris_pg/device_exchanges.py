@@ -11,7 +11,7 @@ import torch
 from iris_pg.collectives.flow import Flow, Fold
 from iris_pg.device_page import DevicePage
 from iris_pg.errors import UnsupportedError
-from iris_pg.kernels.device import DEFAULT_COMM_SMS, DeviceKernels, PreparedLaunches, one_shot_bytes, slot_bytes_for
+from iris_pg.kernels.device import DeviceKernels, PreparedLaunches, check_comm_sms, one_shot_bytes, slot_bytes_for
 from iris_pg.kernels.launch import area_bytes, reduction_types
 from iris_pg.launches import launches
 from iris_pg.memory.heap import SymmetricHeap
@@ -38,7 +38,7 @@ class PreparedExchanges:
 
     def launch(self, stream: Any, number: int | None, after: Callable[[], Any] | None) -> None:
         """Put it on a stream, as :meth:`iris_pg.device_copies.Prepared.launch` does."""
-        self._launches.launch(int(stream))
+        self._launches.launch(stream)
         if after:
             after()
         if number is not None:
@@ -65,10 +65,12 @@ class DeviceExchanges:
     Args:
         page: the words of lanes.
         device: this rank's GPU.
+        comm_sms: most CTAs of a launch.
     """
 
-    def __init__(self, page: DevicePage, device: torch.device) -> None:
+    def __init__(self, page: DevicePage, device: torch.device, comm_sms: int) -> None:
         self.rank, self.world, self.device = page.heap.rank, page.heap.world, device
+        self.comm_sms = comm_sms
         self._slot_bytes = slot_bytes_for(self.world)
         self._word = page.address_of_word(0)
         self._heap: SymmetricHeap | None = None
@@ -77,7 +79,7 @@ class DeviceExchanges:
 
     def areas(self) -> dict[str, int]:
         """Return name -> nbytes of what it takes in the heap."""
-        return area_bytes(self.world, self._slot_bytes, DEFAULT_COMM_SMS)
+        return area_bytes(self.world, self._slot_bytes, self.comm_sms)
 
     def use(self, heap: SymmetricHeap, timeout_s: float) -> DeviceKernels:
         """Use a heap, which has the :meth:`areas`; return the kernels. No rank launches before all have come here."""
@@ -85,7 +87,7 @@ class DeviceExchanges:
         for name, nbytes in self.areas().items():
             heap.bytes_at(self.rank, heap.areas[name], nbytes).zero_()
         torch.cuda.synchronize(self.device)
-        sizes = (self._slot_bytes, DEFAULT_COMM_SMS, last_resort_s(timeout_s), self.device)
+        sizes = (self._slot_bytes, self.comm_sms, last_resort_s(timeout_s), self.device)
         self.kernels = DeviceKernels(self.rank, self.world, heap.bases, heap.areas, *sizes)
         return self.kernels
 
@@ -125,4 +127,4 @@ class DeviceExchanges:
         self._prepared.clear()
 
 
-__all__ = ["DeviceExchanges", "PreparedExchanges", "has_reduction", "last_resort_s"]
+__all__ = ["DeviceExchanges", "PreparedExchanges", "check_comm_sms", "has_reduction", "last_resort_s"]

@@ -15,7 +15,7 @@ import torch
 
 from iris_pg.device_copies import DeviceCopies, Prepared
 from iris_pg.device_page import DevicePage
-from iris_pg.device_work import Held, Lane, StreamWork
+from iris_pg.device_work import End, Held, Lane, StreamWork
 from iris_pg.errors import ArgumentError, UnsupportedError
 from iris_pg.flags import MAIL_SLOTS
 from iris_pg.watch import Key, Watch
@@ -46,6 +46,7 @@ class DeviceMessages:
     _lanes: list[Lane]
     _mail: dict[tuple[str, int], MailLane]
     _lock: threading.RLock
+    _events: list[torch.cuda.Event]
     # Of the transport, for all operations.
     _check_usable: Callable[[Key], None]
     _capture: Callable[..., StreamWork]
@@ -104,12 +105,12 @@ class DeviceMessages:
                 stream.wait_stream(torch.cuda.current_stream(self.device))
                 with torch.cuda.stream(stream):
                     prepared.launch(self._handle(raw), lane.next, after)
-                    event = stream.record_event()
+                end = End(stream, self._events)
             except BaseException as error:  # the peer waits for a message that may have begun by half
                 self.watch.give_up(error)
                 raise
             held = Held(tensor)
-            work = StreamWork(outputs, self.device, raw, event, self._failed_with, held, is_in_line=False)
+            work = StreamWork(outputs, self.device, raw, end, self._failed_with, held, is_in_line=False)
             lane.add(said, prepared.program, held)
             lane.oldest()
             return work

@@ -29,12 +29,12 @@ from iris_pg.collectives.barrier import barrier
 from iris_pg.collectives.flow import Flow, Fold
 from iris_pg.collectives.setting import Setting
 from iris_pg.device_copies import DeviceCopies, Prepared
-from iris_pg.device_exchanges import DeviceExchanges, PreparedExchanges, has_reduction, last_resort_s
+from iris_pg.device_exchanges import DeviceExchanges, PreparedExchanges, check_comm_sms, has_reduction, last_resort_s
 from iris_pg.device_messages import DeviceMessages, MailLane
 from iris_pg.device_page import DevicePage
 from iris_pg.device_queues import DeviceQueues, make_queues, try_streams, words_for
 from iris_pg.device_watchdog import Captured, Watchdog
-from iris_pg.device_work import Held, Lane, StreamWork, raw_stream, stream_of
+from iris_pg.device_work import End, Held, Lane, StreamWork, raw_stream, stream_of
 from iris_pg.errors import ArgumentError, ClosedError, IrisError, UnsupportedError, where
 from iris_pg.flags import MAIL_SLOTS
 from iris_pg.memory.heap import SymmetricHeap
@@ -46,6 +46,7 @@ from iris_pg.program import Program
 from iris_pg.transport import BARRIER
 from iris_pg.watch import Key, Watch, text_of
 
+_LOOK_FROM = 8  # operations on the caller's stream, from which it is looked whether they are done
 _AT_EXIT_S = 5.0  # longest time that operations get to end by themselves when the process ends
 
 _open_transports: weakref.WeakSet[DeviceTransport] = weakref.WeakSet()
@@ -72,14 +73,14 @@ class DeviceTransport(DeviceMessages):
     def __init__(self, links: Links, options: Options, timeout_s: float, device: torch.device) -> None:
         self.links, self.rank, self.world, self.device = links, links.rank, links.world, device
         self.engine, self.reason = engine_for(options.engine, "cuda")
-        self._chunk_bytes = options.device_chunk_bytes
+        self._chunk_bytes, self._comm_sms = options.device_chunk_bytes, options.comm_sms
+        self._requested = options.engine
         memory = self._agree_on_devices()
         # Words: collectives, messages to each rank, messages from each rank, graphs.
         words = 2 + 2 * self.world
         self._page = page = DevicePage(links, words + (words_for(self.world) if torch.version.hip else 0))
         self._copies = DeviceCopies(page, device, self._chunk_bytes)
-        self._requested = options.engine
-        self._exchanges = None if self._requested == "sdma" else DeviceExchanges(page, device)
+        self._exchanges = None if self._requested == "sdma" else DeviceExchanges(page, device, options.comm_sms)
         self._uses_kernels: dict[Key, bool] = {}
         self._kernels = None
         try:
@@ -112,7 +113,9 @@ class DeviceTransport(DeviceMessages):
                 self._queues, self._copying = made
                 self._copies.queues = self._queues
         self._lock = threading.RLock()  # operations are numbered and put on streams in one order
-        self._side = torch.cuda.Stream(device)
+        self._index, self._side = device.index, torch.cuda.Stream(device)
+        self._raw_side = self._side.cuda_stream
+        self._fork, self._events = torch.cuda.Event(), list[torch.cuda.Event]()
         self._last: dict[bool, int | None] = {False: None, True: None}  # was it captured -> the last one's stream
         self._lanes = [self._lane]
         self._mail: dict[tuple[str, int], MailLane] = {}
@@ -127,6 +130,8 @@ class DeviceTransport(DeviceMessages):
         problem, memory = None, None
         try:
             memory = gpu.DeviceMemory(self.device)
+            if self._requested != "sdma":
+                check_comm_sms(self._comm_sms, self.device)
         except IrisError as error:
             problem = str(error)
         card = dict(problem=problem, place=memory and memory.place, chunk_bytes=self._chunk_bytes, engine=self.engine)
@@ -179,13 +184,14 @@ class DeviceTransport(DeviceMessages):
         Raises:
             ClosedError: the group has failed or was closed before. DriverError: the driver does not take a call.
         """
-        if torch._C._cuda_getDevice() != self.device.index:
+        if torch._C._cuda_getDevice() != self._index:
             with torch.cuda.device(self.device):
                 given = (key, local, flow, names, addresses, outputs, asynchronous, keep, after, program, blocks)
                 return self.perform(*given)
+        watch = self.watch
         with self._lock:
-            watch = self.watch
-            self._check_usable(key)
+            if watch.failure or watch.hears_failure():
+                self._check_usable(key)
             captures = torch._C._cuda_isCurrentStreamCapturing()
             # Before anyone is told that the operation has begun: what is wrong with it is an error and no more.
             where_to = names, tuple(addresses)
@@ -195,33 +201,33 @@ class DeviceTransport(DeviceMessages):
             else:
                 number = watch.sequence + 1
                 prepared = self._copies.operation(key, local, number, flow, program, *where_to, captures)
-            watch.begin(key)
+            lane, end, held, raw = self._lane, None, None, raw_stream(self.device)
+            watch.begin(key, None if captures else lane.count + 1)
             try:
                 if captures:
                     return self._capture(key, prepared, outputs, after)
-                watch.submitting(key)
-                watch.submitted(self._lane.count + 1)
-                current = raw_stream(self.device)
-                event = held = None
                 if asynchronous:
-                    held = Held(keep)
-                    raw = self._side.cuda_stream
-                    self._side.wait_stream(stream_of(self.device, current))
+                    held, side = Held(keep), self._side
+                    self._fork.record(stream_of(self.device, raw))
+                    side.wait_event(self._fork)
+                    raw = self._raw_side
+                if self._last[False] != raw:
                     self._follow(raw, False)
-                    with torch.cuda.stream(self._side):
-                        prepared.launch(self._handle(raw), self._lane.next, after)
-                        event = self._side.record_event()
+                handle = self._handles.get(raw) or self._handle(raw)
+                if asynchronous and after:
+                    with torch.cuda.stream(side):
+                        prepared.launch(handle, lane.next, after)
                 else:
-                    raw = current
-                    self._follow(raw, False)
-                    prepared.launch(self._handle(raw), self._lane.next, after)
+                    prepared.launch(handle, lane.next, after)
+                if asynchronous:
+                    end = End(side, self._events)
             except BaseException as error:  # peers wait for an operation that this rank may have begun by half
                 watch.give_up(error)
                 raise
-            work = StreamWork(outputs, self.device, raw, event, self._failed_with, held, blocks)
-            self._lane.add(key, prepared.program, held)
-            self._lane.oldest()
-            return work
+            lane.add(key, prepared.program, held)
+            if asynchronous or len(lane) > _LOOK_FROM:
+                lane.oldest()
+            return StreamWork(outputs, self.device, raw, end, self._failed_with, held, blocks)
 
     def _check_usable(self, key: Key) -> None:
         """Raise when the group has failed. A peer that gave up released its streams, so flags may have been signalled
@@ -327,6 +333,7 @@ class DeviceTransport(DeviceMessages):
                 f"  heap      {self.heap.limit_bytes} bytes a rank for tensors; outputs in it are written by peers "
                 "directly (zero copy)",
                 *([f"  copies    {self._copying}"] if self._copying else []),
+                *([f"  kernels   at most {self._comm_sms} CTAs each (comm_sms)"] if self._exchanges else []),
                 f"  elsewhere through landing slots of {self._chunk_bytes} bytes",
                 f"  messages  are matched by their order, and go through {MAIL_SLOTS} slots of "
                 f"{self._copies.pair_bytes} bytes for each pair of ranks",

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import datetime
+import functools
 import time
 from collections import deque
 from collections.abc import Callable
@@ -17,7 +18,7 @@ import torch
 
 from iris_pg.errors import DeadlineError
 from iris_pg.program import Program
-from iris_pg.work import IrisWork
+from iris_pg.work import IrisWork, Work
 
 _POLL_S = 200e-6  # seconds between two looks, when the host waits
 
@@ -29,6 +30,7 @@ def raw_stream(device: torch.device) -> int:
     return int(torch._C._cuda_getCurrentRawStream(device.index))
 
 
+@functools.lru_cache(maxsize=1024)
 def stream_of(device: torch.device, raw: int) -> torch.cuda.Stream:
     """Return the stream with a handle."""
     return torch.cuda.ExternalStream(raw, device) if raw else torch.cuda.default_stream(device)
@@ -47,13 +49,32 @@ class Held:
         self.tensors = tensors
 
 
+class End:
+    """An event behind an operation. Events are made once and used again when nothing holds this any more: who has been
+    told to wait for one waits for what it stood for then.
+
+    Args:
+        stream: on which it is recorded now.
+        free: events that nothing uses.
+    """
+
+    __slots__ = ("_free", "event")
+
+    def __init__(self, stream: torch.cuda.Stream, free: list[torch.cuda.Event]) -> None:
+        self.event, self._free = free.pop() if free else torch.cuda.Event(), free
+        self.event.record(stream)
+
+    def __del__(self) -> None:
+        self._free.append(self.event)
+
+
 class StreamWork(IrisWork):
     """One operation on a stream.
 
     Args:
         outputs: what ``result()`` and the future give.
         device, raw: the GPU, and the handle of the stream that it runs on.
-        event: recorded behind it; None when it runs on the stream that was current, and need not be waited for there.
+        end: recorded behind it; None when it runs on the stream that was current, and need not be waited for there.
         failure: returns what the group has failed with, if it has.
         held: tensors that it reads or writes; None when they need not be held.
         blocks: ``wait`` waits on the host as well.
@@ -65,14 +86,14 @@ class StreamWork(IrisWork):
         outputs: list[Any],
         device: torch.device,
         raw: int,
-        event: torch.cuda.Event | None,
+        end: End | None,
         failure: Callable[[], BaseException | None],
         held: Held | None = None,
         blocks: bool = False,
         is_in_line: bool = True,
     ) -> None:
-        super().__init__(outputs)
-        self._device, self._raw, self._end, self._failed_with = device, raw, event, failure
+        Work.__init__(self)  # and nothing that is for CPU tensors: every operation makes one
+        self._device, self._raw, self._end, self._failed_with = device, raw, end, failure
         self._held, self._blocks, self.is_in_line = held, blocks, is_in_line
         self._results = outputs
 
@@ -84,10 +105,11 @@ class StreamWork(IrisWork):
             PeerLostError, MismatchError, DeadlineError, ClosedError: what the group has failed with.
         """
         self._raise_failure()
+        current = raw_stream(self._device)
         if self._end is not None:
-            torch.cuda.current_stream(self._device).wait_event(self._end)
-        elif raw_stream(self._device) != self._raw:
-            torch.cuda.current_stream(self._device).wait_event(stream_of(self._device, self._raw).record_event())
+            stream_of(self._device, current).wait_event(self._end.event)
+        elif current != self._raw:
+            stream_of(self._device, current).wait_event(stream_of(self._device, self._raw).record_event())
         if self._held:
             self._held.tensors = None
         if self._blocks:
@@ -106,8 +128,8 @@ class StreamWork(IrisWork):
 
     def _event_behind(self) -> torch.cuda.Event:
         if self._end is None:
-            self._end = stream_of(self._device, self._raw).record_event()
-        return self._end
+            self._end = End(stream_of(self._device, self._raw), [])
+        return self._end.event
 
     def _raise_failure(self) -> None:
         error = self._failed_with()
@@ -189,6 +211,10 @@ class Lane:
         self._begun: deque[Begun] = deque()
         self.moved_at = time.monotonic()
 
+    def __len__(self) -> int:
+        """Return how many operations are not known to be done."""
+        return len(self._begun)
+
     @property
     def done(self) -> int:
         """Number of operations that are done."""
@@ -228,4 +254,4 @@ class Lane:
         self._begun.clear()
 
 
-__all__ = ["Begun", "Held", "Lane", "StreamWork", "raw_stream", "stream_of"]
+__all__ = ["Begun", "End", "Held", "Lane", "StreamWork", "raw_stream", "stream_of"]

@@ -53,7 +53,7 @@ VARIABLES = (
         "IRIS_PG_DEVICE_CHUNK_BYTES",
         "device_chunk_bytes",
         int,
-        1 << 24,
+        1 << 25,
         "bytes, a multiple of 256",
         "the same for CUDA tensors, in the GPU's memory; a group takes about ten of these on each GPU",
     ),
@@ -64,6 +64,14 @@ VARIABLES = (
         1 << 15,
         "bytes; 0: never",
         "tensors from this size on are read out of their process by the others, where the system allows it",
+    ),
+    Variable(
+        "IRIS_PG_COMM_SMS",
+        "comm_sms",
+        int,
+        32,
+        "CTAs, 1 to the GPU's multiprocessors",
+        "for CUDA tensors: most CTAs of a kernel of the cu engine; each takes 4 MiB or more of the GPU's memory",
     ),
     Variable(
         "IRIS_PG_TIMEOUT", "timeout", float, None, "seconds", "deadline of every wait (default: the group's timeout)"
@@ -99,6 +107,7 @@ class Options(Backend.Options):
         device_chunk_bytes: the same on a GPU, for CUDA tensors.
         direct_bytes: tensors outside the heap of at least so many bytes are not staged: their readers read them out of
             the sender's process, where the system allows it. 0 means never.
+        comm_sms: most CTAs of a kernel of the cu engine on a GPU, and so most multiprocessors that it takes.
         timeout: deadline of every wait, in seconds or a ``timedelta``; the group's own timeout when None.
         hostile_seed: for tests, see ``IRIS_PG_HOSTILE_SEED``.
 
@@ -113,6 +122,7 @@ class Options(Backend.Options):
     chunk_bytes: int
     device_chunk_bytes: int
     direct_bytes: int
+    comm_sms: int
     timeout_s: float | None
     hostile_seed: int | None
 
@@ -125,6 +135,7 @@ class Options(Backend.Options):
         timeout: float | datetime.timedelta | None = None,
         hostile_seed: int | None = None,
         device_chunk_bytes: int | None = None,
+        comm_sms: int | None = None,
     ) -> None:
         given: dict[str, Any] = dict(
             engine=engine,
@@ -132,6 +143,7 @@ class Options(Backend.Options):
             chunk_bytes=chunk_bytes,
             device_chunk_bytes=device_chunk_bytes,
             direct_bytes=direct_bytes,
+            comm_sms=comm_sms,
             timeout=timeout,
             hostile_seed=hostile_seed,
         )
@@ -152,6 +164,11 @@ class Options(Backend.Options):
         direct = value["direct_bytes"]
         if not isinstance(direct, int) or direct < 0:
             raise OptionError(f"direct_bytes={direct!r}; it takes a number of bytes, or 0 for never")
+        ctas = value["comm_sms"]
+        if not isinstance(ctas, int) or ctas <= 0:
+            raise OptionError(
+                f"comm_sms={ctas!r}; it takes a positive number of CTAs, at most the GPU's multiprocessors"
+            )
         if deadline is not None and not (isinstance(deadline, (int, float)) and 0 < deadline <= _LONGEST_S):
             raise OptionError(
                 f"timeout={deadline!r}; it takes a positive number of seconds, at most {_LONGEST_S}, or a timedelta"
@@ -161,7 +178,7 @@ class Options(Backend.Options):
         super().__init__("iris", datetime.timedelta(seconds=deadline if deadline is not None else 1800))
         self.engine, self.heap_bytes = value["engine"], value["heap_bytes"]
         self.chunk_bytes, self.device_chunk_bytes = value["chunk_bytes"], value["device_chunk_bytes"]
-        self.direct_bytes = direct
+        self.direct_bytes, self.comm_sms = direct, ctas
         self.timeout_s, self.hostile_seed = deadline, value["hostile_seed"]
 
     def _fields(self) -> dict[str, Any]:
@@ -171,6 +188,7 @@ class Options(Backend.Options):
             chunk_bytes=self.chunk_bytes,
             device_chunk_bytes=self.device_chunk_bytes,
             direct_bytes=self.direct_bytes,
+            comm_sms=self.comm_sms,
             timeout=self.timeout_s,
             hostile_seed=self.hostile_seed,
         )

@@ -92,7 +92,7 @@ class IrisProcessGroup(Reductions, Exchanges, Rooted, Messages, dist.ProcessGrou
             raise
 
     def _agree_on_options(self) -> None:
-        names = ("engine", "heap_bytes", "chunk_bytes", "device_chunk_bytes", "direct_bytes")
+        names = ("engine", "heap_bytes", "chunk_bytes", "device_chunk_bytes", "direct_bytes", "comm_sms")
         mine = {name: getattr(self.options, name) for name in names}
         messages = self.links.exchange({**mine, "token": secrets.token_hex(8)}, what="create the group")
         tokens = [message.payload.pop("token") for message in messages]

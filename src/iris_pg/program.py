@@ -32,6 +32,12 @@ from iris_pg.errors import ArgumentError
 MAX_WORD = 2**32 - 1
 """Largest tag, and largest value that a Wait compares with: flags are polled as unsigned 32-bit words."""
 
+RECEIVING = 1
+"""The lane of what a rank receives, in programs with several lanes; it sends in all others."""
+
+LANES = 3
+"""Most lanes of a program."""
+
 
 @dataclass(frozen=True, slots=True)
 class Ref:

@@ -55,17 +55,22 @@ class Watch:
         self._load32, self._load64, self._store64 = ops.load32, ops.load64, ops.store64
         self._sequence_at = heap.base + self.page.sequence
         self._history_at = heap.base + self.page.history
+        self._failures = [heap.base + self.page.failure(peer) for peer in range(self.world) if peer != self.rank]
 
     # Operations of this rank ------------------------------------------------------------------------------------------
 
-    def begin(self, key: Key) -> int:
+    def begin(self, key: Key, end: int | None = None) -> int:
         """Number an operation and tell the peers that this rank begins it, and what it was asked for so far; return
         the number. Calls come in the order of operations, one at a time.
+
+        Args:
+            end: index of the engine at which it will be done, where that is known (else :meth:`submitted` tells).
 
         Raises:
             ClosedError: the group has failed.
         """
-        self.check_open()
+        if self.failure:
+            self.check_open()
         self.sequence = sequence = self.sequence + 1
         tag = self._tags.get(key)
         if tag is None:
@@ -78,6 +83,8 @@ class Watch:
         in_flight, done = self._in_flight, self._done()
         while in_flight and in_flight[0][0] <= done:
             in_flight.popleft()
+        if end is not None:
+            in_flight.append((end, sequence, key, digest))
         return sequence
 
     def submitting(self, key: Key) -> None:
@@ -203,7 +210,11 @@ class Watch:
 
     def hears_failure(self) -> bool:
         """Return whether a peer says that the group has failed."""
-        return any(self._load64(self.heap.base + self.page.failure(peer)) for peer in range(self.world))
+        load = self._load64
+        for word in self._failures:
+            if load(word):
+                return True
+        return False
 
     def check_failed(self, what: str, where_: str, absent: Callable[[], str] = str) -> None:
         """Raise when the group has failed here, or a peer says that it has; the error begins with ``what``."""

@@ -26,12 +26,15 @@ class IrisWork(Work):  # type: ignore[misc]
             already.
     """
 
+    completion: Completion | None = None
+    end = 0  # index in the queue at which it is done
+    _future: torch.futures.Future[Any] | None = None  # of one that was done from the start
+
     def __init__(self, outputs: list[Any], drive: Callable[..., None] | None = None) -> None:
         super().__init__()
         self._outputs = outputs
-        self.completion = None if drive is None else Completion(drive)
-        self._future: torch.futures.Future[Any] | None = None  # of one that was done from the start
-        self.end = 0  # index in the queue at which it is done
+        if drive is not None:
+            self.completion = Completion(drive)
 
     def wait(self, timeout: datetime.timedelta | None = None) -> bool:
         """Return True when the operation is done; its outputs may be read and its inputs reused.

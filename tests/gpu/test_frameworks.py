@@ -9,7 +9,7 @@ from device_data import use_device
 from torch import nn
 
 import rank_pool
-from training import batch, forget_meshes, model
+from training import FEATURES, batch, differences, forget_meshes, model
 
 pytestmark = [
     pytest.mark.gpu,
@@ -95,6 +95,106 @@ def trains_fsdp2(rank, world, allocates, param_dtype):
     forget_meshes()
 
 
+def trains_hsdp(rank, world):
+    """Shards within pairs of ranks, replicas across them."""
+    from torch.distributed.fsdp import FSDPModule, fully_shard
+
+    use_device(rank)
+    mesh = dist.init_device_mesh("cuda", (world // 2, 2), mesh_dim_names=("replicas", "shards"))
+    net = model().cuda()
+    for module in (*net, net):
+        fully_shard(module, mesh=mesh)
+    for module in net.modules():
+        if isinstance(module, FSDPModule):
+            module.set_allocate_memory_from_process_group_for_comm(True)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+    for step in range(STEPS):
+        step_of(net, rank, step, optimizer)
+    check({name: t.full_tensor() for name, t in net.state_dict().items()}, world)
+    forget_meshes()
+
+
+class TwoLayers(nn.Module):
+    """[..., FEATURES] -> [..., FEATURES], whose weights can be sharded."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(FEATURES, 4 * FEATURES), nn.Linear(4 * FEATURES, FEATURES)
+
+    def forward(self, x):
+        return self.down(torch.relu(self.up(x)))
+
+
+def trains_tensor_parallel(rank, world):
+    """Columns and rows of weights over the ranks, and the sequence between them; every rank has the whole batch."""
+    from torch.distributed.tensor import Replicate, Shard
+    from torch.distributed.tensor import parallel as tp
+
+    use_device(rank)
+    mesh = dist.init_device_mesh("cuda", (world,))
+
+    def trained(is_parallel):
+        torch.manual_seed(0)
+        net = nn.Sequential(TwoLayers(), TwoLayers()).cuda()
+        if is_parallel:
+            column = tp.ColwiseParallel(input_layouts=Shard(0))
+            plan = {"up": column, "down": tp.RowwiseParallel(output_layouts=Shard(0))}
+            for layer in net:
+                tp.parallelize_module(layer, mesh, plan)
+            whole = dict(input_layouts=Replicate(), desired_input_layouts=Shard(0), use_local_output=True)
+            tp.parallelize_module(net, mesh, tp.PrepareModuleInput(**whole))
+            ends = tp.PrepareModuleOutput(output_layouts=Shard(0), desired_output_layouts=Replicate())
+            tp.parallelize_module(net, mesh, ends)
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        for step in range(STEPS):
+            x, y = (t.cuda() for t in batch(0, step))
+            nn.functional.mse_loss(net(x), y).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return {name: t.full_tensor() if is_parallel else t for name, t in net.state_dict().items()}
+
+    ours, theirs = trained(True), trained(False)
+    for name, tensor in ours.items():
+        torch.testing.assert_close(tensor, theirs[name], rtol=1e-5, atol=1e-5, msg=name)
+    forget_meshes()
+
+
+def checkpoints(rank, world, folder):
+    """A sharded model and its optimizer are saved, also while training could go on, and loaded into others."""
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint import state_dict as of
+    from torch.distributed.fsdp import fully_shard
+
+    use_device(rank)
+    mesh = dist.init_device_mesh("cuda", (world,))
+
+    def trained(start):
+        net = model().cuda()
+        for parameter in net.parameters():
+            parameter.data.add_(start)
+        fully_shard(net, mesh=mesh)
+        optimizer = torch.optim.Adam(net.parameters(), lr=0.01)
+        step_of(net, rank, 0, optimizer)
+        return net, optimizer
+
+    def numbers(net, optimizer):
+        weights, state = of.get_state_dict(net, optimizer, options=of.StateDictOptions(full_state_dict=True))
+        return weights | {f"{n}.{what}": t for n, each in state["state"].items() for what, t in each.items()}
+
+    first = trained(0.0)
+    saved = dict(zip(("weights", "state"), of.get_state_dict(*first), strict=True))
+    dcp.save(saved, checkpoint_id=f"{folder}/now")
+    dcp.async_save(saved, checkpoint_id=f"{folder}/later").result()
+    for when in ("now", "later"):
+        second = trained(1.0)
+        assert differences(numbers(*first), numbers(*second))
+        into = dict(zip(("weights", "state"), of.get_state_dict(*second), strict=True))
+        dcp.load(into, checkpoint_id=f"{folder}/{when}")
+        of.set_state_dict(*second, model_state_dict=into["weights"], optim_state_dict=into["state"])
+        assert not differences(numbers(*first), numbers(*second)), when
+    forget_meshes()
+
+
 def shards_tensors(rank, world):
     from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
@@ -111,9 +211,11 @@ def shards_tensors(rank, world):
 
 
 def compiles(rank, world, backend):
+    import torch._inductor.config
     import torch.distributed._functional_collectives as funcol
 
     use_device(rank)
+    torch._inductor.config.compile_threads = 1  # else processes that compile stay
     name = dist.group.WORLD.group_name
 
     @torch.compile(fullgraph=True, backend=backend)
@@ -127,6 +229,34 @@ def compiles(rank, world, backend):
         total = 2 * sum(torch.arange(6.0, device="cuda") + p + i for p in range(world))
         assert torch.equal(function(x), (total + 1) * 3 * world), i
     torch._dynamo.reset()
+
+
+def compiles_into_cuda_graphs(rank, world, engine):
+    """torch.compile(mode="reduce-overhead") replays CUDA graphs, collectives included."""
+    import torch._inductor.config
+    import torch.distributed._functional_collectives as funcol
+    from torch._inductor.cudagraph_trees import reset_cudagraph_trees
+
+    use_device(rank)
+    torch._inductor.config.compile_threads = 1  # else processes that compile stay
+    name = dist.group.WORLD.group_name
+    dist.all_reduce(torch.ones(1, device="cuda"))
+
+    @torch.compile(fullgraph=True, mode="reduce-overhead")
+    def function(x):
+        total = funcol.all_reduce(x * 2, "sum", name)
+        gathered = funcol.all_gather_tensor(total + 1, 0, name)
+        return funcol.reduce_scatter_tensor(gathered * 3, "sum", 0, name)
+
+    for i in range(12):
+        torch.compiler.cudagraph_mark_step_begin()
+        x = torch.arange(6.0, device="cuda") + rank + i
+        total = 2 * sum(torch.arange(6.0, device="cuda") + p + i for p in range(world))
+        assert torch.equal(function(x), (total + 1) * 3 * world), i
+    captured = len(dist.group.WORLD._device_transport._captured.all)
+    reset_cudagraph_trees()
+    torch._dynamo.reset()
+    assert captured >= 3, "nothing was captured"
 
 
 def binds_a_device(rank, world):
@@ -159,6 +289,7 @@ CASES = [
     (trains_fsdp2, True, None),
     (trains_fsdp2, True, torch.bfloat16),
     (shards_tensors,),
+    (trains_tensor_parallel,),
     (compiles, "aot_eager"),
     (compiles, "inductor"),
 ]
@@ -168,6 +299,19 @@ CASES = [
 def test_frameworks(ranks, case):
     # Libraries that a test loads first (cuBLAS, Inductor's workers) stay for as long as the process.
     ranks(2).run(*case, options=dict(engine="sdma"), timeout_s=100, may_hold=HELD)
+
+
+@pytest.mark.parametrize("engine", ["sdma", "cu", "auto"])
+def test_torch_compile_into_cuda_graphs(ranks, engine):
+    ranks(2).run(compiles_into_cuda_graphs, engine, options=dict(engine=engine), timeout_s=100, may_hold=HELD)
+
+
+def test_hsdp(ranks):
+    ranks(4).run(trains_hsdp, options=dict(engine="sdma"), timeout_s=90, may_hold=HELD)
+
+
+def test_checkpoints(ranks, tmp_path):
+    ranks(2).run(checkpoints, str(tmp_path), options=dict(engine="sdma"), timeout_s=90, may_hold=HELD)
 
 
 def test_a_group_bound_to_a_device(ranks):

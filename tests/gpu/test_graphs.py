@@ -144,10 +144,70 @@ def a_first_call_under_capture_says_what_to_do(rank, world):
     dist.barrier(group)
 
 
+def a_thousand_replays(rank, world):
+    """The operations of a training step in one graph, replayed with other inputs among eager calls; a rank is late
+    now and then, on its host or on its GPU. Inputs change on the stream, so the hosts run ahead.
+    """
+    use_device(rank)
+    heap = dist.group.WORLD.heap_on("cuda")
+    x, eager = torch.zeros(world * NUMEL, device="cuda"), torch.zeros(NUMEL, device="cuda")
+    gathered = heap.empty(world * NUMEL, dtype=torch.float32)
+    total, mine = torch.zeros(world * NUMEL, device="cuda"), torch.zeros(NUMEL, device="cuda")
+    wrong = torch.zeros(1, dtype=torch.int64, device="cuda")
+
+    def step():
+        dist.all_gather_into_tensor(gathered, x[:NUMEL])
+        dist.reduce_scatter_tensor(mine, x)
+        total.copy_(x)
+        dist.all_reduce(total)
+
+    step()
+    graph = torch.cuda.CUDAGraph()
+    outstanding = torch.ones(1 << 22, device="cuda")
+    torch.cuda._sleep(50_000_000 * (rank == 0))
+    works = [dist.all_reduce(outstanding, async_op=True) for _ in range(3)]  # not done when the capture begins
+    with torch.cuda.graph(graph):
+        step()
+    for work in works:
+        work.wait()
+    assert outstanding[-1].item() == world**3
+    chance, shared = random.Random(rank), random.Random(0)
+    for i in range(1000):
+        xs = [values(p, world * NUMEL, torch.float32, i) for p in range(world)]
+        x.copy_(xs[rank])
+        if chance.random() < 0.01:
+            time.sleep(chance.random() * 5e-3)
+        if chance.random() < 0.02:
+            torch.cuda._sleep(int(chance.random() * 4e6))
+        graph.replay()
+        summed = sum(xs)
+        wrong += (gathered != torch.cat([p[:NUMEL] for p in xs])).sum()
+        wrong += (mine != summed[rank * NUMEL : (rank + 1) * NUMEL]).sum() + (total != summed).sum()
+        if shared.random() < 0.3:
+            eager.fill_(rank + i)
+            dist.all_reduce(eager, async_op=shared.random() < 0.5)
+            torch.cuda.synchronize()
+            wrong += (eager != sum(p + i for p in range(world))).sum()
+        for out in (gathered, mine, total):
+            out.fill_(-1)
+    assert wrong.item() == 0
+    dist.barrier()
+
+
+@pytest.mark.timeout(180)
+@pytest.mark.parametrize("engine", ["sdma", "cu", "auto"])
+def test_a_thousand_replays(ranks, engine):
+    ranks(2).run(a_thousand_replays, options=dict(engine=engine), timeout_s=150, group_timeout_s=60)
+
+
 @pytest.mark.timeout(180)
 @pytest.mark.parametrize(
     ("engine", "world", "replays"),
-    [("sdma", 1, 20), ("sdma", 2, 40), ("sdma", 4, 6), ("cu", 2, 40), ("auto", 1, 20), ("auto", 2, 40)],
+    [
+        *(("sdma", 1, 20), ("sdma", 2, 40), ("sdma", 4, 6), ("sdma", 8, 3)),
+        *(("cu", 1, 20), ("cu", 2, 40), ("cu", 4, 3), ("cu", 8, 2)),
+        *(("auto", 1, 20), ("auto", 2, 40), ("auto", 4, 3)),
+    ],
 )
 def test_replays_give_what_eager_calls_give(ranks, engine, world, replays):
     ranks(world).run(replays_give_what_eager_calls_give, replays, options=dict(engine=engine), timeout_s=120)

@@ -71,10 +71,13 @@ class _Noting:
         ("sdma", 8, 2, (257,)),
         # Where ranks share a GPU a kernel that waits keeps it from the rank that it waits for, so these take longer.
         ("cu", 1, 9, (0, 1, 1003)),
-        ("cu", 2, 2, (1, 300_001)),
+        ("cu", 2, 3, (1, 300_001)),
         ("cu", 4, 1, (1003,)),
+        ("cu", 8, 1, (257,)),
         ("auto", 1, 9, (0, 1, 1003)),
         ("auto", 2, 2, (17, (1 << 20) + 3)),
+        ("auto", 4, 2, (1003,)),
+        ("auto", 8, 1, (257,)),
     ],
 )
 def test_every_operation_gives_what_it_should(ranks, engine, world, n_dtypes, sizes):

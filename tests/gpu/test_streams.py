@@ -10,11 +10,14 @@ import torch
 import torch.distributed as dist
 from device_data import use_device, values
 
+from iris_pg.errors import ArgumentError, UnsupportedError
+
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device; torch sees none"),
 ]
 NUMEL = 100_003
+CUBLAS = ["thread", "nvidia", "anon_inode"]  # what it keeps for as long as the process
 CYCLES = 20_000_000  # of the GPU's clock: about 10 ms
 
 
@@ -153,6 +156,87 @@ def messages_do_not_wait_for_their_receipts(rank, world):
     assert torch.equal(out, values(peer, numel, torch.uint8, i))
 
 
+def memory_is_used_again_at_once(rank, world):
+    """Inputs are dropped and their memory is written while operations on several streams and groups are under way."""
+    use_device(rank)
+    groups = [dist.group.WORLD, dist.new_group(), dist.new_group()]
+    streams = [torch.cuda.default_stream(), torch.cuda.Stream(), torch.cuda.Stream()]
+    heap = dist.group.WORLD.heap_on("cuda")
+    for group in groups:
+        dist.all_reduce(torch.ones(1, device="cuda"), group=group)
+    outs, expected = [], []
+    for i in range(18):
+        group, stream, asynchronous = groups[i % 3], streams[i // 3 % 3], i % 2 == 0
+        with torch.cuda.stream(stream):
+            if (rank + i) % 4 == 0:
+                torch.cuda._sleep(CYCLES)
+            source = values(rank, NUMEL, torch.float32, i)
+            out = heap.empty(world * NUMEL, dtype=torch.float32) if i % 6 == 0 else source.new_empty(world * NUMEL)
+            work = dist.all_gather_into_tensor(out, source, group=group, async_op=asynchronous)
+            if asynchronous:
+                work.wait()
+            del source, work
+            for _ in range(3):
+                torch.full((NUMEL,), float("nan"), device="cuda")  # takes the memory of the input, if it is free
+        outs.append(out)
+        expected.append(i)
+    torch.cuda.synchronize()
+    for out, i in zip(outs, expected, strict=True):
+        assert torch.equal(out, gathered(world, i)), i
+    dist.barrier()
+
+
+def a_busy_gpu_is_no_deadlock(rank, world, comm_sms):
+    """Kernels of the cu engine beside matrix products that fill the GPU, before and after them, on another stream."""
+    use_device(rank)
+    assert dist.group.WORLD.options.comm_sms == comm_sms
+    assert f"at most {comm_sms} CTAs" in dist.group.WORLD._on(use_device(rank)).explain()
+    a = torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16)
+    b, busy, ours = a.clone(), torch.cuda.Stream(), torch.cuda.Stream()
+    sizes = (100, NUMEL, 6_000_011)
+    for numel in sizes:  # compiled before
+        dist.all_reduce(torch.ones(numel, device="cuda"))
+        dist.all_gather_into_tensor(torch.empty(world * numel, device="cuda"), torch.ones(numel, device="cuda"))
+    torch.cuda.synchronize()
+    dist.barrier()
+    outs = []
+    for i in range(12):
+        numel = sizes[i % 3]
+        for stream in (busy, ours):
+            stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(busy):
+            for _ in range(3 + (rank + i) % 3):  # ranks are busy at different times
+                a @ b
+        with torch.cuda.stream(ours):
+            total, all_of_it = values(rank, numel, torch.float32, i), torch.empty(world * numel, device="cuda")
+            dist.all_gather_into_tensor(all_of_it, total)
+            dist.all_reduce(total)
+            outs.append((i, total, all_of_it))
+    torch.cuda.synchronize()
+    for i, total, all_of_it in outs:
+        parts = [values(p, total.numel(), torch.float32, i) for p in range(world)]
+        assert torch.equal(total, sum(parts)) and torch.equal(all_of_it, torch.cat(parts)), i
+    dist.barrier()
+
+
+def pinned_memory_is_memory_of_the_host(rank, world):
+    """Tensors in pinned memory are CPU tensors, and move as those do, on a group that moves CUDA tensors, too."""
+    device = use_device(rank)
+    for numel in (1, NUMEL, 3_000_001):
+        mine = torch.full((numel,), rank + 1.0, pin_memory=True)
+        out = torch.zeros(world * numel, pin_memory=True)
+        dist.all_gather_into_tensor(out, mine)
+        assert torch.equal(out, torch.cat([torch.full((numel,), p + 1.0) for p in range(world)])), numel
+        dist.all_reduce(mine)
+        assert mine.unique().tolist() == [world * (world + 1) / 2]
+        on_gpu = mine.to(device, non_blocking=True)
+        dist.all_reduce(on_gpu)
+        assert on_gpu.unique().tolist() == [world * world * (world + 1) / 2]
+    with pytest.raises(ArgumentError, match="on one device"):
+        dist.all_gather_into_tensor(out, mine.to(device))
+    dist.barrier()
+
+
 FUNCTIONS = [
     an_operation_follows_the_current_stream,
     tensors_live_until_an_operation_is_done,
@@ -160,12 +244,36 @@ FUNCTIONS = [
     a_barrier_waits_for_the_streams_of_all,
     operations_on_several_streams_keep_their_order,
     messages_do_not_wait_for_their_receipts,
+    memory_is_used_again_at_once,
+    pinned_memory_is_memory_of_the_host,
 ]
 
 
 @pytest.mark.parametrize("function", FUNCTIONS, ids=lambda f: f.__name__)
 def test_streams(ranks, function):
     ranks(2).run(function, options=dict(engine="sdma", device_chunk_bytes=1 << 20), timeout_s=60)
+
+
+@pytest.mark.parametrize("function", [memory_is_used_again_at_once], ids=lambda f: f.__name__)
+def test_streams_of_kernels(ranks, function):
+    ranks(2).run(function, options=dict(engine="cu"), timeout_s=80)
+
+
+@pytest.mark.parametrize("comm_sms", [4, 132])
+def test_a_busy_gpu_is_no_deadlock(ranks, comm_sms):
+    most = torch.cuda.get_device_properties(0).multi_processor_count
+    options = dict(engine="cu", comm_sms=min(comm_sms, most))
+    ranks(2).run(a_busy_gpu_is_no_deadlock, min(comm_sms, most), options=options, timeout_s=100, may_hold=CUBLAS)
+
+
+def has_too_many_ctas(rank, world):
+    use_device(rank)
+    with pytest.raises(UnsupportedError, match=r"comm_sms=100000; it takes 1\.\.\d+, as cuda:\d has"):
+        dist.all_reduce(torch.ones(1, device="cuda"))
+
+
+def test_more_ctas_than_multiprocessors_are_refused(ranks):
+    ranks(2).run(has_too_many_ctas, options=dict(engine="cu", comm_sms=100_000), timeout_s=60)
 
 
 def test_the_host_does_not_wait(ranks):

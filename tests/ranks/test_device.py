@@ -186,7 +186,7 @@ def test_atomics(ranks, world):
 def written(ctx, peer):
     """How many bytes of packets were put into the queue to a rank."""
     if by_proxy:
-        return ctx._channels._kernels[peer][0].ring.doorbell()
+        return ctx._channels.kernels.queues[peer][0].ring.doorbell()
     return ctx._channels._queues[peer, 0].ring.committed()
 
 
@@ -377,7 +377,7 @@ def gives_up(rank, world):
         engine, bases = ctx.get_copy_engine_ctx(), ctx.get_heap_bases()
         landed, flag = local(1, torch.int32), ctx.zeros(1, dtype=torch.int32)
         if by_proxy:  # a producer that died before it committed
-            ctx._channels._kernels[0][1]._words[0] += 28
+            ctx._channels.kernels.queues[0][1]._words[0] += 28
         else:
             atomics().rmw["add", 8](engine[0, 4].item(), 28)
         k.run(k.signals, flag, 1, rank, 0, bases, engine)

@@ -17,11 +17,14 @@ from table.values import (
     blank,
     gaps_are_untouched,
     laid_out,
+    moved_to,
     numbers,
     packed,
     random_bytes,
     same_bytes,
 )
+
+CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True)
@@ -56,12 +59,14 @@ class Call:
         group: which the operation is called on.
         members: its ranks, as numbered in the default group.
         rounds_each: see ``reductions.mistake``.
+        device: where the tensors of calls are; what they should hold is always computed on the CPU.
     """
 
     row: Row
     group: dist.ProcessGroup
     members: Sequence[int]
     rounds_each: bool = False
+    device: torch.device = CPU
     mistakes: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -83,23 +88,31 @@ class Call:
 
     def given(self, rank: int, part: int = 0, shape: Shape | None = None) -> torch.Tensor:
         """Return the input of ``rank`` in the row's layout; its values are not always those of :meth:`values`."""
-        return laid_out(self.row.form.layout, self.values(rank, part, shape))
+        return self._there(laid_out(self.row.form.layout, self.values(rank, part, shape)))
 
     def expected(self, rank: int, part: int = 0, shape: Shape | None = None) -> torch.Tensor:
         """Return the values of :meth:`given`."""
-        return packed(self.given(rank, part, shape))
+        return packed(laid_out(self.row.form.layout, self.values(rank, part, shape)))
 
     def into(self, shape: Shape | None = None) -> torch.Tensor:
         """Return an output [shape] in the row's layout, in memory whose gaps are checked."""
-        tensor = blank(self.row.form.layout, self.shape if shape is None else shape, self.dtype)
+        tensor = self._there(blank(self.row.form.layout, self.shape if shape is None else shape, self.dtype))
         self._outputs.append(tensor)
         return tensor
 
     def in_place(self, rank: int, part: int = 0) -> torch.Tensor:
         """Return an output that holds the values of ``rank``."""
-        tensor = self.into()
+        tensor = blank(self.row.form.layout, self.shape, self.dtype)
         assign(tensor, self.values(rank, part))
+        tensor = self._there(tensor)
+        self._outputs.append(tensor)
         return tensor
+
+    def _there(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor if self.device == CPU else moved_to(self.device, tensor)
+
+    def _here(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor if tensor.device == CPU else moved_to(CPU, tensor)
 
     def stacked(self, parts: list[torch.Tensor]) -> torch.Tensor:
         """Return what a tensor that holds one part of each rank has, [world * n...], or [world] of scalars."""
@@ -122,9 +135,13 @@ class Call:
         if self.row.asynchronous:
             self.wait(work)
 
-    def wait(self, work: dist.Work | torch._C.Future) -> None:
-        """Wait for a work: by itself or by its future, alternating with the number of the row."""
-        if self.row.number % 4 < 2 or isinstance(work, torch._C.Future):  # torch's *_coalesced return futures
+    def wait(self, work: dist.Work | torch._C.Future, on_host: bool = False) -> None:
+        """Wait for a work: by itself or by its future, alternating with the number of the row. ``on_host``: until it is
+        done, which the future of a CUDA operation does not wait for.
+        """
+        if (
+            self.row.number % 4 < 2 or (on_host and self.device != CPU) or isinstance(work, torch._C.Future)
+        ):  # torch's *_coalesced return futures
             work.wait()
         else:
             work.get_future().wait()
@@ -133,12 +150,13 @@ class Call:
 
     def moved(self, actual: torch.Tensor, expected: torch.Tensor, what: str = "output") -> None:
         """Note a mistake unless a tensor holds these very bytes."""
+        actual = self._here(actual)
         if not same_bytes(actual, expected):
             self.mistakes.append(f"{what} is {actual.flatten()[:8]}... and not {expected.flatten()[:8]}...")
 
     def reduced(self, actual: torch.Tensor, operands: list[torch.Tensor]) -> None:
         """Note a mistake unless a tensor is the reduction of ``operands``, which are in the order of ranks."""
-        if text := reductions.mistake(self.row.reduction, operands, actual, self.rounds_each):
+        if text := reductions.mistake(self.row.reduction, operands, self._here(actual), self.rounds_each):
             self.mistakes.append(text)
 
     def equal(self, actual: Any, expected: Any) -> None:
@@ -148,6 +166,6 @@ class Call:
 
     def mistake(self) -> str:
         """Return what is wrong, in words; nothing when all is right."""
-        if not all(map(gaps_are_untouched, self._outputs)):
+        if not all(gaps_are_untouched(self._here(output)) for output in self._outputs):
             self.mistakes.append("bytes between the elements of an output have changed")
         return "; ".join(self.mistakes)

@@ -8,9 +8,10 @@ import math
 import warnings
 from collections.abc import Iterable
 
+import torch
 import torch.distributed as dist
 
-from table.call import Call, Row
+from table.call import CPU, Call, Row
 from table.operations import OPERATIONS
 from table.sample import GROUPS
 from table.values import FLOATS, Form
@@ -37,11 +38,12 @@ def world_only() -> Groups:
     return {"world": (dist.group.WORLD, list(range(dist.get_world_size())))}
 
 
-def mistakes(rows: Iterable[Row], groups: Groups, gloo: Groups | None = None) -> list[str]:
+def mistakes(rows: Iterable[Row], groups: Groups, gloo: Groups | None = None, device: torch.device = CPU) -> list[str]:
     """Run rows of the groups that this rank is in; return what is wrong, with the row, at most a few.
 
     Args:
         gloo: groups of Gloo, which is held to the same results where it takes the operation.
+        device: where the tensors are; those of Gloo are on the CPU.
 
     Raises:
         AssertionError: a call raised; the message holds the row.
@@ -57,7 +59,8 @@ def mistakes(rows: Iterable[Row], groups: Groups, gloo: Groups | None = None) ->
             form = Form(row.form.shape, "contiguous")
             runs.append(("gloo", dataclasses.replace(row, form=form, asynchronous=False), gloo))
         for backend, called, of_backend in runs:
-            call = Call(called, *of_backend[row.group], rounds_each=backend == "gloo")
+            is_gloo = backend == "gloo"
+            call = Call(called, *of_backend[row.group], rounds_each=is_gloo, device=CPU if is_gloo else device)
             try:
                 OPERATIONS[row.operation].call(call)
             except Exception as error:

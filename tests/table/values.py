@@ -101,6 +101,13 @@ def assign(tensor: torch.Tensor, values: torch.Tensor) -> None:
     tensor.copy_(values)
 
 
+def moved_to(device: torch.device, tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor whose whole storage is a copy on ``device``, laid out like ``tensor``, gaps included."""
+    storage = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage()).to(device)
+    made = torch.empty(0, dtype=tensor.dtype, device=device)
+    return made.set_(storage.untyped_storage(), tensor.storage_offset(), tensor.size(), tensor.stride())
+
+
 def packed(tensor: torch.Tensor) -> torch.Tensor:
     """Return a copy that lies in a row in memory, with the strides of such."""
     made = torch.empty(tensor.shape, dtype=tensor.dtype)

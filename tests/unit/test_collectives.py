@@ -19,7 +19,7 @@ from iris_pg.collectives.flow import Flow, Part
 from iris_pg.collectives.setting import Setting, chunks
 from iris_pg.errors import ProgramError
 from iris_pg.flags import ControlPage
-from iris_pg.program import Copy, Program, Ref, Signal, Take
+from iris_pg.program import LANES, Copy, Program, Ref, Signal, Take
 from iris_pg.verify import verify
 
 CHUNK, PAIR = 16, 8  # bytes of a slot that all read, and of one that one rank reads
@@ -124,8 +124,14 @@ def exchange(world, size_of):
 
 def joined(rank):
     """Return the steps by which the lanes of a rank wait for each other, as engines make them do between operations."""
-    here, there = (Ref(rank, "joins", 64 * lane) for lane in (0, 1))
-    return [Signal(here, 1, 0), Take(here, rank, 1, 1), Signal(there, 1, 1), Take(there, rank, 1, 0)]
+    steps = []
+    for lane in range(1, LANES):
+        there = Ref(rank, "joins", 128 * lane + 64)
+        steps += [Signal(there, 1, lane), Take(there, rank, 1, 0)]
+    for lane in range(1, LANES):
+        here = Ref(rank, "joins", 128 * lane)
+        steps += [Signal(here, 1, 0), Take(here, rank, 1, lane)]
+    return steps
 
 
 def group(operations, first=0, direct=0, pushes=False):

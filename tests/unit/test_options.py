@@ -25,6 +25,7 @@ def test_defaults_are_those_of_the_table(monkeypatch):
         ("IRIS_PG_CHUNK_BYTES", "512", "chunk_bytes", 512, dict(chunk_bytes=256)),
         ("IRIS_PG_DEVICE_CHUNK_BYTES", "512", "device_chunk_bytes", 512, dict(device_chunk_bytes=256)),
         ("IRIS_PG_DIRECT_BYTES", "0", "direct_bytes", 0, dict(direct_bytes=7)),
+        ("IRIS_PG_COMM_SMS", "8", "comm_sms", 8, dict(comm_sms=16)),
         ("IRIS_PG_TIMEOUT", "2.5", "timeout_s", 2.5, dict(timeout=1.0)),
         ("IRIS_PG_HOSTILE_SEED", "7", "hostile_seed", 7, dict(hostile_seed=0)),
     ],
@@ -39,7 +40,8 @@ def test_code_wins_over_the_environment(monkeypatch, name, text, field, value, g
 
 def test_every_variable_has_a_row_and_a_case():
     assert [v.field for v in VARIABLES] == [
-        *("engine", "heap_bytes", "chunk_bytes", "device_chunk_bytes", "direct_bytes", "timeout", "hostile_seed")
+        *("engine", "heap_bytes", "chunk_bytes", "device_chunk_bytes", "direct_bytes"),
+        *("comm_sms", "timeout", "hostile_seed"),
     ]
     assert all(v.name == f"IRIS_PG_{v.field.upper()}" and v.unit and v.meaning for v in VARIABLES)
 
@@ -58,6 +60,8 @@ def test_every_variable_has_a_row_and_a_case():
         (dict(device_chunk_bytes=1000), "device_chunk_bytes=1000; it takes a positive multiple of 256"),
         (dict(direct_bytes=-1), "direct_bytes=-1"),
         (dict(direct_bytes="never"), "direct_bytes='never'"),
+        (dict(comm_sms=0), "comm_sms=0; it takes a positive number of CTAs"),
+        (dict(comm_sms=2.0), r"comm_sms=2\.0"),
         (dict(timeout=0), "timeout=0"),
         (dict(timeout=-1.0), r"timeout=-1\.0"),
         (dict(timeout=float("nan")), "timeout=nan"),
@@ -81,12 +85,12 @@ def test_a_variable_that_cannot_be_read(monkeypatch, variable):
 
 
 def test_a_deep_copy_has_the_same_values():
-    sizes = dict(heap_bytes=12345, chunk_bytes=768, device_chunk_bytes=1024, direct_bytes=9)
+    sizes = dict(heap_bytes=12345, chunk_bytes=768, device_chunk_bytes=1024, direct_bytes=9, comm_sms=4)
     options = Options(engine="cu", **sizes, timeout=9.5, hostile_seed=3)
     assert repr(copy.deepcopy(options)) == repr(options)
     assert options.timeout_s == 9.5
     assert Options(timeout=datetime.timedelta(minutes=1)).timeout_s == 60
     assert repr(options) == (
-        "Options(engine='cu', heap_bytes=12345, chunk_bytes=768, device_chunk_bytes=1024, direct_bytes=9, timeout=9.5, "
-        "hostile_seed=3)"
+        "Options(engine='cu', heap_bytes=12345, chunk_bytes=768, device_chunk_bytes=1024, direct_bytes=9, comm_sms=4, "
+        "timeout=9.5, hostile_seed=3)"
     )

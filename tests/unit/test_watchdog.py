@@ -49,9 +49,7 @@ class Rank:
         setting = Setting(self.rank, WORLD, self.page.heap.control, tag=tag_of(key))
         if program is None:
             program = barrier(setting, 0).then(barrier(setting, 1))
-        self.watch.begin(key)
-        self.watch.submitting(key)
-        self.watch.submitted(self.lane.count + 1)
+        self.watch.begin(key, self.lane.count + 1)
         self._stream(program, 0, self.lane.next)
         self.lane.add(key, program, None)
 

@@ -24,6 +24,7 @@ from iris_pg.bench.operations import OPERATIONS
 from iris_pg.options import ENGINES
 
 _UNITS = {"": 0, "b": 0, "kib": 10, "mib": 20, "gib": 30}
+_CONTENDERS = "iris:sdma,iris:sdma:heap,iris:sdma:inplace,iris:cu:32,iris:cu:16:heap,iris:auto,iris:auto:heap,nccl"
 _SIZES = "4,1KiB,64KiB,256KiB,1MiB,4MiB,16MiB,64MiB"
 
 
@@ -84,6 +85,21 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument(
         "--deadline", type=float, default=900.0, help="seconds after which everything is killed (%(default)s)"
     )
+    p.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="where tensors are (%(default)s)")
+    p.add_argument(
+        "--contenders",
+        type=_names(),
+        default=_CONTENDERS,
+        help="with --device cuda, see docs/performance.md (%(default)s)",
+    )
+    p.add_argument("--modes", type=_names("eager", "graph"), default="eager,graph", help="on GPUs (%(default)s)")
+    p.add_argument("--anchor", default="nccl", help="contender that ratios are to, on GPUs (%(default)s)")
+    p.add_argument(
+        "--overlap", type=parse_size, metavar="SIZE", help="on GPUs: matrix products beside all-gathers of that size"
+    )
+    p.add_argument(
+        "--train", type=_sizes, metavar="TOKENS", help="on GPUs: a training step with FSDP2, of these sequence lengths"
+    )
     p.add_argument("--pin", action="store_true", help="keep each rank's main thread on a core of its own")
     p.add_argument("--json", metavar="FILE", help="write the results there")
     p.add_argument("--store", help=argparse.SUPPRESS)
@@ -94,6 +110,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run and return the exit status: 0, or 1 for a wrong result."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     args = parser().parse_args(arguments)
+    if args.device == "cuda" and not torch.cuda.is_available():
+        print("--device cuda needs a GPU; torch sees none", file=sys.stderr)
+        return 1
     if "RANK" not in os.environ:
         return run_ranks("iris_pg.bench", arguments, args.ranks, args.deadline)
     faulthandler.dump_traceback_later(args.deadline, exit=True)
@@ -106,7 +125,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         timeout=datetime.timedelta(seconds=min(args.deadline, 120)),
     )
     try:
-        return _run(args)
+        return _run(args) if args.device == "cpu" else _run_gpu(args)
     finally:
         dist.destroy_process_group()
         faulthandler.cancel_dump_traceback_later()
@@ -140,6 +159,46 @@ def _run(args: argparse.Namespace) -> int:
             options = {name: value for name, value in vars(args).items() if name not in ("store", "json", "deadline")}
             with open(args.json, "w") as file:
                 json.dump(report.document(rows, options, world, anchor, machine, others), file, indent=1)
+                file.write("\n")
+    return 0
+
+
+def _run_gpu(args: argparse.Namespace) -> int:
+    from iris_pg.bench import gpu, gpu_contenders, gpu_report  # with what GPUs need
+
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
+    torch.cuda.set_device(device)
+    torch.cuda.set_stream(torch.cuda.Stream())  # NCCL's copy engines refuse the default stream
+    rank = dist.get_rank()
+    field = gpu_contenders.Field([gpu_contenders.parse(name) for name in args.contenders], device)
+    rows: list[gpu.Row] = []
+    notes: list[str] = []
+    how = dict(rounds=args.rounds, seed=args.seed, anchor=args.anchor)
+    try:
+        for name in args.operations:
+            for nbytes in args.sizes:
+                made, said = gpu.run_size(field, OPERATIONS[name], nbytes, args.modes, **how)
+                rows += made
+                notes += said
+                if rank == 0:
+                    print(f"{name} {report.size_text(nbytes)} done", file=sys.stderr)
+    except suite.WrongResultError as error:
+        if rank == 0:
+            print(error, file=sys.stderr)
+        return 1
+    beside = gpu.overlap(field, OPERATIONS["all_gather"], args.overlap, 8192, 10, args.rounds) if args.overlap else []
+    steps = []
+    if args.train:
+        from iris_pg.bench import gpu_training
+
+        steps = gpu_training.steps(args.contenders, args.train, args.rounds)
+    if rank == 0:
+        found = gpu_report.Report(rows, beside, steps, sorted(set(notes)))
+        found.print(dist.get_world_size(), args.anchor)
+        if args.json:
+            options = {name: value for name, value in vars(args).items() if name not in ("store", "json", "deadline")}
+            with open(args.json, "w") as file:
+                json.dump(found.document(options, dist.get_world_size()), file, indent=1)
                 file.write("\n")
     return 0
 

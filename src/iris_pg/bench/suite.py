@@ -102,8 +102,11 @@ class Row:
 class Data:
     """Inputs [numel] that depend on rank, position and iteration: whole numbers 0..255, so sums are exact."""
 
-    def __init__(self, numel: int, seed: int, dtype: torch.dtype = torch.uint8) -> None:
-        self.random = torch.randint(0, 256, (numel,), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed))
+    def __init__(
+        self, numel: int, seed: int, dtype: torch.dtype = torch.uint8, device: torch.device | str = "cpu"
+    ) -> None:
+        generator = torch.Generator(device).manual_seed(seed)
+        self.random = torch.randint(0, 256, (numel,), dtype=torch.uint8, generator=generator, device=device)
         self.dtype = dtype
 
     def of(self, rank: int, iteration: int) -> Tensor:

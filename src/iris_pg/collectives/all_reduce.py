@@ -66,7 +66,7 @@ def two_phases(s: Setting, fold: Fold) -> Program:
         for p in s.peers:
             if chunk < len(pieces[p]):
                 start, length = pieces[p][chunk]
-                steps.extend(stage(s, slot_of(s, chunk), p, here + start, length))
+                steps.extend(stage(s, chunk, p, here + start, length))
 
     def reduce(chunk: int) -> None:  # 2: reduce a piece of the own segment into the slot that peers read
         if chunk < len(pieces[s.rank]):

@@ -30,7 +30,7 @@ def reduce_scatter(s: Setting, fold: Fold) -> Program:
         for p in s.peers:
             if chunk < len(pieces.get(p, ())):
                 start, length = pieces[p][chunk]
-                steps.extend(stage(s, slot_of(s, chunk), p, operands[p] + start, length))
+                steps.extend(stage(s, chunk, p, operands[p] + start, length))
 
     def consume(chunk: int) -> None:
         if fold.result and chunk < len(pieces[s.rank]):
@@ -65,11 +65,12 @@ def piece_bytes(s: Setting) -> int:
     return min(s.pair_bytes, s.chunk_bytes) // LINE * LINE
 
 
-def stage(s: Setting, slot: int, peer: int, source: Ref, nbytes: int) -> Iterator[Step]:
-    """Put ``nbytes`` of ``source`` into the slot from this rank to ``peer``."""
-    yield Take(s.flag(s.rank, s.page.drained(slot, peer)), peer, CREDIT)
-    yield Copy(s.pair(s.rank, slot, peer), source, nbytes)
-    yield Signal(s.flag(peer, s.page.filled(slot, s.rank)), s.tag)
+def stage(s: Setting, chunk: int, peer: int, source: Ref, nbytes: int) -> Iterator[Step]:
+    """Put ``nbytes`` of ``source`` into the slot from this rank to ``peer`` for that chunk."""
+    slot, lane = slot_of(s, chunk), s.sending(chunk)
+    yield Take(s.flag(s.rank, s.page.drained(slot, peer)), peer, CREDIT, lane)
+    yield Copy(s.pair(s.rank, slot, peer), source, nbytes, lane)
+    yield Signal(s.flag(peer, s.page.filled(slot, s.rank)), s.tag, lane)
 
 
 def collect(s: Setting, slot: int) -> Iterator[Step]:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from iris_pg.flags import ControlPage
-from iris_pg.program import Ref
+from iris_pg.program import RECEIVING, Ref
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,8 @@ class Setting:
         piece_bytes: size of the places in a rank's own memory to which it pulls what it is about to reduce.
         pushes: slots for pairs lie at their readers, into which writers push; else at the writers, from which readers
             pull. For engines that write a peer's memory faster than they read it, and run lanes side by side: what a
-            rank receives is then handled in a lane of its own, beside what it sends.
+            rank receives is then handled in a lane of its own, beside what it sends, and of what it sends every other
+            chunk has a lane of its own, so that a link is not idle while a flag is on its way.
     """
 
     rank: int
@@ -46,8 +47,12 @@ class Setting:
 
     @property
     def receiving(self) -> int:
-        """The lane of what a rank receives; it sends in lane 0."""
-        return 1 if self.pushes else 0
+        """The lane of what a rank receives."""
+        return RECEIVING if self.pushes else 0
+
+    def sending(self, chunk: int) -> int:
+        """The lane in which a rank sends its chunk of that number."""
+        return 2 if self.pushes and chunk % 2 else 0
 
     def tag_of(self, nbytes: int) -> int:
         """The tag of a message of ``nbytes``, when only its two ranks know how long it is."""

@@ -81,11 +81,11 @@ def pairwise(s: Setting, flow: Flow) -> Program:
         for p in s.peers:
             source, pieces = sends.get(p, (None, []))
             if source and chunk < len(pieces):
-                start, length = pieces[chunk]
-                steps.append(Take(s.flag(s.rank, s.page.drained(slot, p)), p, CREDIT))
+                (start, length), sending = pieces[chunk], s.sending(chunk)
+                steps.append(Take(s.flag(s.rank, s.page.drained(slot, p)), p, CREDIT, sending))
                 if length:
-                    steps.append(Copy(s.pair(s.rank, slot, p), source + start, length))
-                steps.append(Signal(s.flag(p, s.page.filled(slot, s.rank)), tag_to[p]))
+                    steps.append(Copy(s.pair(s.rank, slot, p), source + start, length, sending))
+                steps.append(Signal(s.flag(p, s.page.filled(slot, s.rank)), tag_to[p], sending))
 
     def consume(chunk: int) -> None:
         slot = (s.first_slot + chunk) % SLOTS

@@ -25,7 +25,7 @@ from iris_pg.copy_engine.layout import ATOMIC_BYTES, COPY_LINEAR_BYTES, POLL_BYT
 from iris_pg.copy_engine.tile import Tile
 from iris_pg.errors import UnsupportedError
 from iris_pg.flags import LINE
-from iris_pg.program import Add, Copy, Copy2D, Program, Ref, Signal, Step, Take, Wait
+from iris_pg.program import RECEIVING, Add, Copy, Copy2D, Program, Ref, Signal, Step, Take, Wait
 
 EMPTY = 2**32 - 1
 """What is added to a full mailbox to empty it: -1, modulo 2^32."""
@@ -89,9 +89,9 @@ def fits(program: Program) -> bool:
 def over_queues(program: Program) -> Program:
     """Return ``program`` spread over a queue for each rank, begun and awaited by lane 0: see the module.
 
-    What lane 0 has to do with a peer goes to the queue of that peer, so that each link has its own engine; a copy
-    within the rank, to that of the peer whose signal was taken last. All of the lanes beside lane 0 keep their order on
-    the queue of the rank itself. That this is enough holds for the programs of engines that push
+    What a lane that sends has to do with a peer goes to the queue of that peer, so that each link has its own engine; a
+    copy within the rank, to that of the peer whose signal was taken last. The lane that receives keeps its order on the
+    queue of the rank itself. That this is enough holds for the programs of engines that push
     (``Setting.pushes``), as their tests prove.
 
     Raises:
@@ -106,7 +106,7 @@ def over_queues(program: Program) -> Program:
     spread: list[Step] = []
     for step in with_unit_tags(program).steps:
         peer = rank
-        if step.lane == 0:
+        if step.lane != RECEIVING:
             if isinstance(step, Take):
                 taken = step.writer
             peer = _peer(rank, step, taken)

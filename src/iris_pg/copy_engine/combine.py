@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 from triton.runtime.jit import JITFunction
 
+from iris_pg.platforms.compiled import kernel_launch
 from iris_pg.platforms.gpu import platform as gpu
 
 BLOCK = 4096  # elements of a CTA; so that one of 8 warps has 16 bytes of every type in each access
@@ -117,22 +118,17 @@ def combine(device: torch.device, op: str, dtype: str, dst: int, sources: Sequen
     size = TYPES[dtype][0].primitive_bitwidth // 8
     word = _WORD if all(address % _WORD == 0 for address in (dst, *sources)) else size
     numel = nbytes // size
-    kernel, constants = _loaded(device, len(sources), dtype, op, word)
-    run, arguments = kernel[-(-numel // BLOCK), 1, 1], (dst, tuple(sources), numel, *constants)
-
-    def launch(stream: Any) -> None:
-        run(*arguments, stream=int(stream))
-
-    return launch
+    kernel = _loaded(device, len(sources), dtype, op, word)
+    return kernel_launch(kernel, -(-numel // BLOCK), (dst, tuple(sources), numel))
 
 
 @functools.cache
-def _loaded(device: torch.device, count: int, dtype: str, op: str, word: int) -> tuple[Any, tuple[Any, ...]]:
+def _loaded(device: torch.device, count: int, dtype: str, op: str, word: int) -> Any:
     source = source_of(count, dtype, op, word)
     with torch.cuda.device(device), gpu.outside_of_capture():
         kernel = triton.compile(source, options=dict(num_warps=_WARPS))
         kernel._init_handles()
-    return kernel, tuple(source.constants.values())
+    return kernel
 
 
 __all__ = ["BLOCK", "OPS", "TYPES", "combine", "source_of"]

@@ -2,7 +2,7 @@
 
 :func:`lower` turns the steps of a program into :data:`Action` s with addresses, which is pure; :func:`bind` turns these
 into driver calls, ready to be made again for every call with the same addresses. Lane 0 of a program is the stream of
-the operation, others share a second one. Calls are made in the order written, which is a serial schedule (program.py).
+the operation, others have one each. Calls are made in the order written, which is a serial schedule (program.py).
 So this cannot deadlock, whatever queues the hardware maps streams to.
 
 Flags are 32-bit words in host memory that every GPU and every rank's process maps: a rank's host can read what its GPU
@@ -14,7 +14,7 @@ A stream has no atomic operation on another GPU's memory, so counters (``Add``, 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -118,12 +118,12 @@ def lower(program: Program, address: Callable[[Ref], int], lanes: bool = True) -
 
 
 def bind(
-    actions: list[tuple[int, Action]], device: torch.device, mark: int, second: gpu.SecondStream
+    actions: list[tuple[int, Action]], device: torch.device, mark: int, others: Sequence[gpu.SecondStream]
 ) -> tuple[list[gpu.Launch], gpu.FlagCalls]:
     """Return the driver calls of ``actions``, and the last of them, which may write a word behind everything.
 
-    Lane 0 goes to the stream that they are given, all others to ``second``,
-    which begins after what that stream did before, and which the last call waits for.
+    Lane 0 goes to the stream that they are given, lane 1 to the first of ``others`` and so on. Those that are used
+    begin after what that stream did before, and it waits for them at the end.
 
     Args:
         mark: address of the word.
@@ -133,8 +133,12 @@ def bind(
         if isinstance(last, Flags):
             return [_bound(action, device) for _, action in actions[:-1]], gpu.FlagCalls(last.ops, mark)
         return [_bound(action, device) for _, action in actions], gpu.FlagCalls((), mark)
-    calls = [second.beside(_bound(action, device)) if lane else _bound(action, device) for lane, action in actions]
-    return [second.begin, *calls, second.end], gpu.FlagCalls((), mark)
+    used = [others[lane - 1] for lane in sorted({lane for lane, _ in actions} - {0})]
+    calls = [
+        others[lane - 1].beside(_bound(action, device)) if lane else _bound(action, device) for lane, action in actions
+    ]
+    begin, end = [stream.begin for stream in used], [stream.end for stream in used]
+    return [*begin, *calls, *end], gpu.FlagCalls((), mark)
 
 
 def _bound(action: Action, device: torch.device) -> gpu.Launch:

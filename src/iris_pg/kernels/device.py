@@ -20,8 +20,8 @@ from iris_pg.errors import ArgumentError, DeadlineError
 from iris_pg.kernels.launch import Exchange, Launch, Launches, Limits
 from iris_pg.kernels.loader import kernels
 from iris_pg.platforms.atomics import atomics
+from iris_pg.platforms.compiled import kernel_launch
 
-DEFAULT_COMM_SMS = 32
 _NARROW = ("rank",)  # arguments of 32 bits; all others have 64
 _TUPLES = (*("bases", "sends", "send_bytes", "send_shares", "receives", "receive_bytes", "receive_shares", "places"),)
 
@@ -59,6 +59,16 @@ def gpu_limits(platform: str, comm_sms: int) -> Limits:
     )
 
 
+def check_comm_sms(comm_sms: int, device: torch.device) -> None:
+    """Raise ArgumentError unless all CTAs of a launch run at once on ``device``: each may wait for another's work."""
+    most = torch.cuda.get_device_properties(device).multi_processor_count
+    if not 1 <= comm_sms <= most:
+        raise ArgumentError(
+            f"comm_sms={comm_sms}; it takes 1..{most}, as {device} has {most} multiprocessors, and a CTA that waits "
+            "must not keep another from starting"
+        )
+
+
 class DeviceKernels:
     """Launches exchanges of one rank on a GPU. Launches of a group follow each other on the GPU: the caller orders
     them, in the same order on every rank.
@@ -81,19 +91,14 @@ class DeviceKernels:
         bases: Sequence[int],
         areas: Mapping[str, int],
         slot_bytes: int,
-        comm_sms: int = DEFAULT_COMM_SMS,
+        comm_sms: int,
         timeout_s: float = 600.0,
         device: torch.device | None = None,
     ) -> None:
         self.device = torch.device("cuda", torch.cuda.current_device()) if device is None else device
-        most = torch.cuda.get_device_properties(self.device).multi_processor_count
         if slot_bytes <= 0 or slot_bytes % 16:
             raise ArgumentError(f"slot_bytes={slot_bytes}; it takes a positive multiple of 16")
-        if not 1 <= comm_sms <= most:
-            raise ArgumentError(
-                f"comm_sms={comm_sms}; it takes 1..{most}, as {self.device} has {most} multiprocessors, and a CTA that "
-                "waits must not keep another from starting"
-            )
+        check_comm_sms(comm_sms, self.device)
         self.timeout_s = timeout_s
         k = kernels(interpreted=False)
         self._counters = torch.zeros(comm_sms * k.COUNTERS.value * world, dtype=torch.int32, device=self.device)
@@ -125,7 +130,8 @@ class DeviceKernels:
         Raises:
             UnsupportedError: a reduction that the kernels do not have.
         """
-        self.prepare(exchanges).launch(stream)
+        with torch.cuda.device(self.device):
+            self.prepare(exchanges).launch(stream if isinstance(stream, int) else stream.cuda_stream)
 
     @property
     def late(self) -> int | None:
@@ -167,17 +173,14 @@ class PreparedLaunches:
 
     def __init__(self, device: torch.device, launches: Sequence[tuple[Any, Launch]]) -> None:
         self._device = device
-        # A kernel's constants have places among its arguments, though nothing is passed for them.
-        self._calls = [(kernel[n.ctas, 1, 1], (*n.arguments, *n.constants.values())) for kernel, n in launches]
+        self._calls = [kernel_launch(kernel, launch.ctas, launch.arguments) for kernel, launch in launches]
 
-    def launch(self, stream: torch.cuda.Stream | int) -> None:
-        """Launch them on ``stream`` (or its handle), one after another, and return."""
-        handle = stream if isinstance(stream, int) else stream.cuda_stream
-        if torch.cuda.current_device() != self._device.index:
-            with torch.cuda.device(self._device):
-                return self.launch(handle)
-        for call, arguments in self._calls:
-            call(*arguments, stream=handle)
+    def launch(self, stream: Any) -> None:
+        """Launch them on ``stream`` (its handle, or as the platform's functions take it), one after another, and
+        return. The device is the current one.
+        """
+        for call in self._calls:
+            call(stream)
 
 
 @functools.cache

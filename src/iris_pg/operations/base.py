@@ -109,7 +109,7 @@ def dense(tensor: Tensor) -> Tensor:
 
 
 def _is_dense(tensor: Tensor) -> bool:
-    return tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
+    return tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg())
 
 
 def room(tensor: Tensor) -> Tensor:

@@ -92,6 +92,19 @@ def can_reach(device: torch.device, peer_uuid: str) -> bool:
     return True
 
 
+def has_atomics(device: torch.device, peer_uuid: str) -> bool:
+    """Return whether ``device`` can do atomic operations on the memory of a peer's GPU; True also when this process
+    does not see it, as then nobody says.
+    """
+    mine = _call("cuDeviceGet", device.index)
+    attribute = _driver().CUdevice_P2PAttribute.CU_DEVICE_P2P_ATTRIBUTE_NATIVE_ATOMIC_SUPPORTED
+    for number in range(_call("cuDeviceGetCount")):
+        other = _call("cuDeviceGet", number)
+        if int(other) != int(mine) and bytes(_call("cuDeviceGetUuid", other).bytes).hex() == peer_uuid:
+            return bool(_call("cuDeviceGetP2PAttribute", attribute, mine, other))
+    return True
+
+
 # Memory ---------------------------------------------------------------------------------------------------------------
 
 
@@ -419,6 +432,7 @@ __all__ = [
     "can_reach",
     "copy",
     "copy_2d",
+    "has_atomics",
     "initialise",
     "outside_of_capture",
     "register",

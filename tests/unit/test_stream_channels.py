@@ -1,0 +1,128 @@
+"""Queues of one-sided transfers that streams carry, on a fake GPU (fake_gpu.py): order, waits, deadlines, the end."""
+
+from __future__ import annotations
+
+import threading
+import time
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import fake_gpu
+from iris_pg.copy_engine import stream_channels
+from iris_pg.copy_engine.calls import Increase, Linear, Poll
+from iris_pg.copy_engine.stream_channels import StreamChannels
+from iris_pg.copy_engine.tile import Tile
+from iris_pg.errors import ArgumentError, ClosedError, DeadlineError
+from iris_pg.platforms.atomics import atomics
+from iris_pg.platforms.gpu import platform as gpu
+
+
+@pytest.fixture
+def channels(monkeypatch):
+    """Channels of rank 0 of 2 with a deadline of half a second, on a fake GPU."""
+    words = atomics()
+
+    def increase(device, flag, value, bits):
+        add = words.rmw["add", bits // 8]
+        return lambda raw: fake_gpu.Stream.all[raw].submit(lambda: add(flag, value))
+
+    def copy_2d(dst, src, width_bytes, rows, dst_pitch_bytes, src_pitch_bytes):
+        def rectangle():
+            words.copy_rows(dst, dst_pitch_bytes, src, src_pitch_bytes, width_bytes, rows)
+
+        return lambda raw: fake_gpu.Stream.all[raw].submit(rectangle)
+
+    fake_gpu.Stream.current = fake_gpu.Stream()
+    monkeypatch.setattr(stream_channels, "increase", increase)
+    monkeypatch.setattr(StreamChannels, "_read", lambda self, flag: words.load32(flag))
+    for name, value in dict(copy=fake_gpu.copy, copy_2d=copy_2d, stream_handle=lambda raw: raw).items():
+        monkeypatch.setattr(gpu, name, value)
+    fakes = dict(Stream=fake_gpu.Stream, device=lambda device: fake_gpu.on(fake_gpu.Stream.current))
+    fakes |= dict(current_stream=lambda device=None: fake_gpu.Stream.current)
+    fakes |= dict(is_current_stream_capturing=lambda: False)
+    for name, value in fakes.items():
+        monkeypatch.setattr(torch.cuda, name, value)
+    links = SimpleNamespace(group="g", rank=0, world=2, lost=set)
+    heap = SimpleNamespace(links=links, rank=0, world=2, base=0, device=fake_gpu.DEVICE)
+    made = StreamChannels(heap, 0.5)
+    yield made
+    made.close(ClosedError("the test is over"))
+    assert not made._thread.is_alive()
+    for stream in fake_gpu.Stream.all.values():
+        stream.submit(None)
+    fake_gpu.Stream.all.clear()
+
+
+def copy_of(source, target):
+    return Linear(target.data_ptr(), source.data_ptr(), source.numel() * source.element_size())
+
+
+def test_a_transfer_follows_the_current_stream_and_its_signal_follows_it(channels):
+    source, target, flag = torch.zeros(1000), torch.zeros(1000), torch.zeros(1, dtype=torch.int64)
+    fake_gpu.Stream.current.submit(lambda: time.sleep(0.05))
+    fake_gpu.Stream.current.submit(lambda: source.fill_(7))
+    channels.submit("put", 1, 0, [copy_of(source, target), Increase(flag.data_ptr(), 3, 64)], True)
+    assert target.eq(7).all() and flag.item() == 3
+    for value in (2**64 - 1, 5):  # modulo 2^64
+        channels.submit("put", 1, 0, [Increase(flag.data_ptr(), value, 64)], False)
+    channels.quiet(1, 0)
+    assert flag.item() == 7
+    rows = torch.arange(24, dtype=torch.uint8)
+    into = torch.zeros(40, dtype=torch.uint8)
+    channels.submit("put_tile", 0, 3, [Tile(into.data_ptr(), rows.data_ptr(), 3, 2, 10, 6)], True)
+    assert into.nonzero().flatten().tolist() == [1, 10, 11, 20, 21]  # the first is 0
+    channels.submit("put", 1, 0, [], True)
+
+
+def test_what_follows_a_wait_on_a_channel_waits_and_other_channels_do_not(channels):
+    source, target, other = torch.ones(10), torch.zeros(2, 10), torch.zeros(10)
+    flag = torch.tensor([-5], dtype=torch.int32)  # 2^32 - 5, unsigned
+    channels.submit("put", 1, 0, [Poll(flag.data_ptr(), 2**32 - 2), copy_of(source, target[0])], False)
+    channels.submit("put", 1, 0, [copy_of(source, target[1])], False)
+    channels.submit("put", 1, 1, [copy_of(source, other)], True)
+    assert other.all() and not target.any()
+    threading.Timer(0.1, lambda: flag.fill_(-2)).start()
+    channels.quiet(None, 0)
+    assert target.all()
+    channels.submit("put", 0, 0, [Poll(flag.data_ptr(), 1)], True)
+
+
+def test_a_wait_in_vain_ends_and_moves_nothing(channels):
+    source, target, flag = torch.ones(10), torch.zeros(10), torch.zeros(1, dtype=torch.int32)
+    channels.submit("put", 1, 0, [Poll(flag.data_ptr(), 9), copy_of(source, target)], False)
+    start = time.monotonic()
+    with pytest.raises(DeadlineError, match="it has been 0, and not >= 9, for 0.5 s; 2 transfers are in the queue"):
+        channels.submit("put", 1, 0, [copy_of(source, target)], True)
+    assert 0.3 < time.monotonic() - start < 5
+    with pytest.raises(ClosedError, match="put: the queue to rank 1 on channel 0 has failed before"):
+        channels.submit("put", 1, 0, [copy_of(source, target)], True)
+    assert not target.any()
+    channels.submit("put", 1, 1, [copy_of(source, target)], True)
+    assert target.all()
+
+
+def test_the_end_drops_what_waits(channels):
+    flag = torch.zeros(1, dtype=torch.int32)
+    channels.submit("put", 1, 0, [Poll(flag.data_ptr(), 9)], False)
+    raised = []
+
+    def quiet():
+        try:
+            channels.quiet(1, 0)
+        except ClosedError as error:
+            raised.append(str(error))
+
+    thread = threading.Thread(target=quiet)
+    thread.start()
+    time.sleep(0.05)
+    channels.close(ClosedError("it was closed"))
+    thread.join(5)
+    assert raised == ["it was closed"]
+
+
+@pytest.mark.parametrize("channel", [-1, 8, "0"])
+def test_there_are_eight_channels(channels, channel):
+    with pytest.raises(ArgumentError, match=r"channel=.*; it takes 0\.\.7"):
+        channels.submit("put", 0, channel, [Increase(0, 1, 32)], True)
