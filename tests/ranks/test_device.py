@@ -389,6 +389,7 @@ def gives_up(rank, world):
             ctx.put(flag, 0)
         if not by_proxy:
             ctx.put(flag, 0, channel=1)
+        ctx.barrier()  # the flag that was put is still 0
         if world > 1:
             k.run(k.signals, flag, 1, rank, 1, bases, engine)
             k.run(k.waits, 1, engine, landed)
