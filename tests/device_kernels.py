@@ -12,7 +12,7 @@ import triton.language as tl
 from triton.runtime.interpreter import InterpretedFunction
 
 import iris_pg as iris
-from iris_pg.device import sdma
+from iris_pg.device import sdma, triggered
 from iris_pg.device.context import DeviceContext
 from iris_pg.kernels.loader import _mend_interpreter, interpret
 
@@ -224,3 +224,20 @@ def through_context(
     ctx.atomic_add(words + 9, rank + 1, peer, copy_engine_ctx=engine, use_copy_engine=True)
     ctx.atomic_cas(words + 10, 5, rank + 1, peer, copy_engine_ctx=engine, use_copy_engine=True)
     tl.store(landed, ctx.quiet(peer, engine))
+
+
+# Triggered plans ------------------------------------------------------------------------------------------------------
+
+
+def computes(plan, engine, source, inbox, result, epoch, rank, world, BATCHES: tl.constexpr, N: tl.constexpr):
+    """Write batch after batch [N] of the source and publish it; then read what each rank has sent, as it arrives."""
+    i = tl.arange(0, N)
+    for batch in range(0, BATCHES):
+        tl.store(source + batch * N + i, (i + 1000 * batch + 10 * epoch).to(tl.int64) * (rank + 1))
+        triggered.publish(plan, batch, 1, epoch)
+    for batch in range(0, BATCHES):
+        for k in range(1, world):
+            peer = (rank + k) % world
+            if triggered.await_batch(plan, engine, batch, peer, epoch) != 0:
+                at = (peer * BATCHES + batch) * N
+                tl.store(result + at + i, tl.load(inbox + at + i, volatile=True))

@@ -9,8 +9,10 @@ import threading
 import time
 from types import SimpleNamespace
 
+from iris_pg.copy_engine.channels import Channels
+from iris_pg.options import Options
 from iris_pg.platforms.atomics import atomics
-from iris_pg.proxy_channels import ProxyChannels
+from iris_pg.proxy_channels import KernelPuts, KernelQueues
 
 RMW = dict(SWAP="xchg", ADD="add", SUB="sub", SMIN="min", UMIN="umin", SMAX="max", UMAX="umax", AND="and", OR="or")
 
@@ -90,19 +92,20 @@ class HostPlatform:
         return SimpleNamespace(shift=0, close=close)
 
 
-def install(ctx):
-    """Give a context without an engine a proxy's queues; they go with it."""
-    from iris_pg.options import Options
+class HostChannels(KernelPuts, Channels):
+    """The software engine for what the host puts, a proxy's queues for kernels."""
 
-    platform = HostPlatform(seed=ctx.cur_rank)
-    timeout_s = Options().timeout_s or 20.0
-    channels = ctx._channels = ProxyChannels(ctx.heap, platform, timeout_s)
-    close = channels.close
+    def __init__(self, heap, platform, timeout_s):
+        super().__init__(heap, timeout_s)
+        self.platform, self.kernels = platform, KernelQueues(heap, platform, timeout_s)
 
-    def close_and_stop(error):
-        close(error)
-        assert platform.registered == 0
-        for stream in platform.streams:
+    def close(self, error):
+        super().close(error)
+        assert self.platform.registered == 0
+        for stream in self.platform.streams:
             stream.stop()
 
-    channels.close = close_and_stop
+
+def install(ctx):
+    """Give a context without an engine such queues; they go with it."""
+    ctx._channels = HostChannels(ctx.heap, HostPlatform(seed=ctx.cur_rank), Options().timeout_s or 20.0)

@@ -16,7 +16,7 @@ kernels and copies are on the current stream.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -37,12 +37,14 @@ from iris_pg.transport import Transport
 from iris_pg.work import IrisWork
 
 if TYPE_CHECKING:
+    from iris_pg.device.all_gather import KernelGather
     from iris_pg.device_transport import DeviceTransport
 
 Tensor = torch.Tensor
 
-ALL_GATHER_VARIANTS = {"sdma": "sdma", "persistent": "cu", "partitioned": "cu"}
-"""ROCm Iris's name of a way to gather -> the engine that does it here."""
+KERNEL_PUTS = "kernel_puts"
+ALL_GATHER_VARIANTS = {"sdma": "sdma", "persistent": "cu", "partitioned": "cu", KERNEL_PUTS: "sdma"}
+"""A way to gather, by ROCm Iris's name or by :data:`KERNEL_PUTS` -> the engine that does it here."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +56,8 @@ class Config:
         comm_sms: CTAs of a kernel on a GPU, at most: those of the first call that uses the engine; for a CPU it means
             nothing.
         all_gather_variant: for :meth:`Collectives.all_gather`, another way to name the engine: ``"sdma"``, or one of
-            ROCm Iris's kernels, ``"persistent"`` and ``"partitioned"``, which are one here.
+            ROCm Iris's kernels, ``"persistent"`` and ``"partitioned"``, which are one here; or ``"kernel_puts"``, where
+            a kernel tells the copy engine what to put: into an output in the heap, of a context with that engine.
 
     Raises:
         OptionError: a value that is not valid, or a variant that is not of the engine.
@@ -90,11 +93,13 @@ class Collectives:
 
     Args:
         links, heap: the context's.
+        gather_by_kernel: returns a new :class:`iris_pg.device.all_gather.KernelGather`. Collective.
     """
 
-    def __init__(self, links: Links, heap: SymmetricHeap) -> None:
-        self._links, self._heap = links, heap
+    def __init__(self, links: Links, heap: SymmetricHeap, gather_by_kernel: Callable[[], KernelGather]) -> None:
+        self._links, self._heap, self._gather_by_kernel = links, heap, gather_by_kernel
         self._engines: dict[str, _Operations] = {}
+        self._kernel_gather: KernelGather | None = None
 
     def all_gather(
         self,
@@ -116,6 +121,15 @@ class Collectives:
             UnsupportedError: a ``group``; an engine that the machine, or the operation, does not have.
             DeadlineError, PeerLostError, MismatchError: naming the rank at fault. ClosedError: after one of these.
         """
+        if isinstance(config, Config) and config.all_gather_variant == KERNEL_PUTS and group is None:
+            if async_op:
+                raise UnsupportedError(
+                    "all_gather: all_gather_variant='kernel_puts' with async_op=True; on a GPU it is on the current "
+                    "stream anyway; use a stream of your own, or the variant 'sdma'"
+                )
+            self._kernel_gather = self._kernel_gather or self._gather_by_kernel()
+            self._kernel_gather(output_tensor, input_tensor)
+            return None
         ops = self._engine("all_gather", group, config)
         opts = _options("AllgatherOptions", async_op)
         return _result(ops.all_gather_single(output_tensor, input_tensor, opts), async_op)

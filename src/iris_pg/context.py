@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import atexit
 import functools
+import threading
 import weakref
 from collections.abc import Sequence
 from types import TracebackType
@@ -39,7 +40,9 @@ from iris_pg.options import Options
 from iris_pg.rendezvous import meet
 
 if TYPE_CHECKING:
+    from iris_pg.device.all_gather import KernelGather
     from iris_pg.device_channels import CudaChannels, DeviceChannels
+    from iris_pg.triggered import Send, TriggeredPlan
 
 ENGINES = ("sdma",)
 
@@ -66,12 +69,13 @@ def iris(heap_size: int = 1 << 30, engines: Sequence[str] = (), device: torch.de
         engines: ``("sdma",)`` for puts: it starts the copy engine and its thread. Without it there are the heap, its
             tensors, and device code.
         device: where the heap is: the CPU, or this rank's GPU; when None the current GPU, or the CPU where there is
-            none. On an NVIDIA GPU a transfer follows what the current stream was told before, and a signal is a kernel
-            of one thread. On an AMD GPU ``"sdma"`` is rocm-xio, its one channel to a rank is 0, and a transfer reads
-            what streams have done: call ``torch.cuda.synchronize()`` before it.
+            none. On NVIDIA GPUs a transfer follows what the current
+            stream was told before, and a signal is a kernel of one thread; what kernels put, a thread of the host has
+            the copy engines do (docs/device_api.md). On AMD GPUs ``"sdma"`` is rocm-xio, its one channel to a rank is
+            0, and a transfer reads what streams have done: call ``torch.cuda.synchronize()`` before it.
 
     Raises:
-        UnsupportedError: a device that is no GPU, GPUs that cannot access each other's memory, or what rocm-xio lacks.
+        UnsupportedError: GPUs that cannot access each other's memory, or what cuda-bindings or rocm-xio lacks.
         OptionError: an engine that does not exist, a bad size, or half of torchrun's variables.
         DeadlineError, PeerLostError: a rank did not come, or died. MismatchError: ranks ask for different sizes.
     """
@@ -108,13 +112,15 @@ class Iris(HeapTensors):
         try:
             self.heap = SymmetricHeap(self._links, heap_size, memory=memory)
             self._encoder = Encoder(self.heap)
+            self._holding = threading.Lock()
+            self._held: dict[tuple[int, int], TriggeredPlan] = {}  # who holds a rank's channel
             self._channels: Channels | CudaChannels | DeviceChannels | None = None
             if "sdma" in engines and memory is None:
                 self._channels = Channels(self.heap, timeout_s, options.hostile_seed)
             elif "sdma" in engines and memory:
                 from iris_pg.device_channels import channels_on
 
-                self._channels = channels_on(self.heap, memory, timeout_s)
+                self._channels = channels_on(self.heap, memory.place, timeout_s)
         except BaseException as error:
             self._links.close("set-up failed", error)
             raise
@@ -155,7 +161,7 @@ class Iris(HeapTensors):
             DeadlineError: the wait was in vain; with a dump of the queue, which takes nothing more.
             ClosedError: the context is closed, or the queue has failed before.
         """
-        channels = self._engine("put", to_rank)
+        channels = self._engine("put", to_rank, channel)
         wait = self._encoder.wait("put", wait_flag, wait_value)
         copies = self._encoder.put("put", from_tensor, to_rank, to_tensor)
         signal = self._encoder.signal("put", signal_flag, signal_value, to_rank)
@@ -189,7 +195,7 @@ class Iris(HeapTensors):
             wait_flag: address of a 32-bit flag in this rank's heap, or of the low half of a 64-bit one; or a tensor.
             signal_flag: address of a 32-bit flag in ``to_rank``'s heap as mapped here.
         """
-        channels = self._engine("put_tile", to_rank)
+        channels = self._engine("put_tile", to_rank, channel)
         lists = dict(
             global_addr=[global_addr],
             dst_addr=[dst_addr],
@@ -224,7 +230,7 @@ class Iris(HeapTensors):
 
         The lists are equally long, any length; else as :meth:`put_tile`.
         """
-        channels = self._engine("put_tiles", to_rank)
+        channels = self._engine("put_tiles", to_rank, channel)
         lists = dict(
             global_addrs=global_addrs,
             dst_addrs=dst_addrs,
@@ -245,7 +251,10 @@ class Iris(HeapTensors):
             DeadlineError, QueueError, PacketError: what an asynchronous transfer failed with.
             ArgumentError, UnsupportedError, ClosedError: as :meth:`put`.
         """
-        self._engine("quiet", self.cur_rank if to_rank is None else to_rank).quiet(to_rank, channel)
+        ranks = range(self.num_ranks) if to_rank is None else (to_rank,)
+        for rank in ranks:
+            channels = self._engine("quiet", rank, channel)
+        channels.quiet(to_rank, channel)
 
     def get_copy_engine_ctx(self) -> Tensor | None:
         """Return what kernels need for puts through the copy engine, uint64 [num_ranks, 6] on the heap's device; None
@@ -258,6 +267,25 @@ class Iris(HeapTensors):
         if not self._channels:
             return None
         return torch.tensor(self._channels.contexts(), dtype=torch.uint64).to(self.heap.device)
+
+    def triggered(self, batches: Sequence[Sequence[Send]], channel: int | None = None) -> TriggeredPlan:
+        """Return a plan of transfers that kernels let go, batch by batch; see :mod:`iris_pg.triggered`. Collective.
+
+        Args:
+            batches: what this rank sends in each batch; as many on all ranks.
+            channel: of the copy engine; the last one when None. While the plan is armed nothing else is put on it to
+                the ranks that the plan sends to.
+
+        Raises:
+            ArgumentError: a transfer that does not fit, or more packets than half a ring holds.
+            UnsupportedError: the context has no copy engine. MismatchError: ranks ask for different plans.
+        """
+        from iris_pg.copy_engine.channels import CHANNELS
+        from iris_pg.triggered import TriggeredPlan
+
+        self._engine("triggered", self.cur_rank)
+        last = 0 if self.heap.device.type == "cuda" and torch.version.hip else CHANNELS - 1
+        return TriggeredPlan(self, batches, last if channel is None else channel)
 
     # The ranks --------------------------------------------------------------------------------------------------------
 
@@ -307,7 +335,19 @@ class Iris(HeapTensors):
     def ccl(self) -> Collectives:
         """The context's collectives: ``ctx.ccl.all_gather(output, input)`` and the like."""
         self._check_open("ccl")
-        return Collectives(self._links, self.heap)
+        return Collectives(self._links, self.heap, self._kernel_gather)
+
+    def _kernel_gather(self) -> KernelGather:
+        from iris_pg.device.all_gather import KernelGather
+
+        engine = self.get_copy_engine_ctx()
+        if engine is None:
+            raise UnsupportedError(
+                "all_gather: all_gather_variant='kernel_puts' needs the copy engine; make the context with "
+                f"iris(..., engines=('sdma',)) {self._where()}"
+            )
+        flags = self.zeros(2, self.num_ranks, 8, dtype=torch.int64)
+        return KernelGather(self.heap, flags, self.get_heap_bases(), engine)
 
     # Life -------------------------------------------------------------------------------------------------------------
 
@@ -337,7 +377,23 @@ class Iris(HeapTensors):
     def __repr__(self) -> str:
         return f"<Iris {self._links.group}, rank {self.cur_rank} of {self.num_ranks}>"
 
-    def _engine(self, op: str, to_rank: int) -> Channels | CudaChannels | DeviceChannels:
+    def _hold(self, plan: TriggeredPlan, channel: int, peers: Sequence[int]) -> None:
+        """Keep a channel to some ranks for a plan."""
+        with self._holding:
+            for peer in peers:
+                if (peer, channel) in self._held:
+                    raise ArgumentError(
+                        f"triggered: another plan is armed on channel {channel} to rank {peer}, and what is behind it "
+                        f"in the queue would wait for its gates; wait for that plan first, or use another channel "
+                        f"{self._where()}"
+                    )
+            self._held |= {(peer, channel): plan for peer in peers}
+
+    def _give_back(self, plan: TriggeredPlan) -> None:
+        with self._holding:
+            self._held = {place: held for place, held in self._held.items() if held is not plan}
+
+    def _engine(self, op: str, to_rank: int, channel: int = -1) -> Channels | CudaChannels | DeviceChannels:
         """Return the copy engine's queues, when ``op`` to ``to_rank`` is possible."""
         self._check_open(op)
         if self._channels is None:
@@ -345,6 +401,11 @@ class Iris(HeapTensors):
                 f'{op}: this context has no copy engine; make it with iris(engines=("sdma",)) {self._where()}'
             )
         self._check_rank(op, "to_rank", to_rank)
+        if (to_rank, channel) in self._held:
+            raise ArgumentError(
+                f"{op}: a triggered plan is armed on channel {channel} to rank {to_rank}, and what is behind it in the "
+                f"queue would wait for its gates; wait for the plan first, or use another channel {self._where()}"
+            )
         return self._channels
 
     def _check_rank(self, op: str, name: str, rank: int) -> None:

@@ -1,14 +1,12 @@
-"""The queues of a one-sided context whose heap is on a GPU: an AMD GPU's own, or streams of an NVIDIA GPU."""
+"""The queues of a one-sided context whose heap is on a GPU: streams of an NVIDIA GPU, and a proxy
+for its kernels; or rocm-xio for an AMD one.
+"""
 
 from __future__ import annotations
-
-from collections.abc import Sequence
 
 import torch
 
 from iris_pg.copy_engine import xio
-from iris_pg.copy_engine.calls import Call
-from iris_pg.copy_engine.ring import Context
 from iris_pg.copy_engine.stream_channels import StreamChannels
 from iris_pg.copy_engine.xio_channels import XioChannels
 from iris_pg.copy_engine.xio_queue import WORDS_BYTES, Words
@@ -18,7 +16,7 @@ from iris_pg.errors import IrisError, UnsupportedError
 from iris_pg.flags import LINE
 from iris_pg.memory.heap import SymmetricHeap
 from iris_pg.platforms.gpu import platform as gpu
-from iris_pg.proxy_channels import Cuda, ProxyChannels
+from iris_pg.proxy_channels import Cuda, KernelPuts, KernelQueues
 
 _OF_A_QUEUE = -(-WORDS_BYTES // LINE)  # words of the page, which are lines
 
@@ -27,22 +25,22 @@ def memory_on(device: torch.device) -> gpu.DeviceMemory:
     """Return the memory of a GPU that a context's heap may be made of.
 
     Raises:
-        UnsupportedError: it is no GPU, or a package is missing that its memory needs.
+        UnsupportedError: torch has no GPU, or what it needs is missing.
     """
-    if device.type != "cuda":
-        raise UnsupportedError(f"a one-sided context on {device}; it is on the CPU or on a GPU, which is 'cuda'")
+    if device.type != "cuda" or not (torch.version.hip or torch.cuda.is_available()):
+        raise UnsupportedError(f"a one-sided context on {device}; it is on the CPU, or on a GPU that torch sees")
     return gpu.DeviceMemory(torch.device("cuda", torch.cuda.current_device()) if device.index is None else device)
 
 
-def channels_on(heap: SymmetricHeap, memory: gpu.DeviceMemory, timeout_s: float) -> CudaChannels | DeviceChannels:
-    """Return the queues of a context on a GPU. Collective.
+def channels_on(heap: SymmetricHeap, place: str, timeout_s: float) -> CudaChannels | DeviceChannels:
+    """Return the queues from this rank's GPU to those of all ranks. Collective; see :class:`DeviceChannels`.
 
     Raises:
-        UnsupportedError: on all ranks; what rocm-xio lacks. Or GPUs that cannot add to flags in each other's memory.
+        UnsupportedError: as :class:`DeviceChannels`; or GPUs that cannot add to flags in each other's memory.
     """
     if torch.version.hip:
-        return DeviceChannels(heap, memory.place, timeout_s)
-    places = [str(m.payload["place"]) for m in heap.links.exchange(dict(place=memory.place), what="create queues")]
+        return DeviceChannels(heap, place, timeout_s)
+    places = [str(m.payload["place"]) for m in heap.links.exchange(dict(place=place), what="create queues")]
     for peer, there in enumerate(places):
         if not gpu.has_atomics(heap.device, there):
             raise UnsupportedError(
@@ -52,41 +50,12 @@ def channels_on(heap: SymmetricHeap, memory: gpu.DeviceMemory, timeout_s: float)
     return CudaChannels(heap, timeout_s)
 
 
-class CudaChannels(StreamChannels):
-    """Queues from this rank's GPU to those of all ranks: of the host, and, once they are asked for, of kernels.
-
-    Args:
-        heap: on this rank's GPU.
-        timeout_s: deadline of every wait.
-    """
+class CudaChannels(KernelPuts, StreamChannels):
+    """Streams for what the host puts, and a proxy's queues for kernels. Arguments as :class:`StreamChannels`."""
 
     def __init__(self, heap: SymmetricHeap, timeout_s: float) -> None:
         super().__init__(heap, timeout_s)
-        self._kernels: ProxyChannels | None = None
-
-    def submit(self, op: str, to_rank: int, channel: int, calls: Sequence[Call], wait: bool) -> None:
-        """As :meth:`StreamChannels.submit`; raises what a queue of kernels has failed with, too."""
-        if self._kernels:
-            self._kernels.quiet(to_rank, 0)
-        super().submit(op, to_rank, channel, calls, wait)
-
-    def quiet(self, to_rank: int | None, channel: int) -> None:
-        """As :meth:`StreamChannels.quiet`; raises what a queue of kernels has failed with, too."""
-        if self._kernels:
-            self._kernels.quiet(to_rank, 0)
-        super().quiet(to_rank, channel)
-
-    def contexts(self) -> list[Context]:
-        """Return what kernels need to write into queues of their own to each rank, by rank."""
-        if self._kernels is None:
-            self._kernels = ProxyChannels(self._heap, Cuda(self._heap.device), self._timeout_s)
-        return self._kernels.contexts()
-
-    def close(self, error: IrisError) -> None:
-        """As :meth:`StreamChannels.close`, and :meth:`ProxyChannels.close`."""
-        super().close(error)
-        if self._kernels:
-            self._kernels.close(error)
+        self.kernels = KernelQueues(heap, Cuda(heap.device), timeout_s)
 
 
 class DeviceChannels(XioChannels):

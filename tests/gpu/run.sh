@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# All GPU tests, several pytest processes side by side on one GPU or more, in two parts of at most SECONDS (default 300)
-# each, and a summary.
+# All GPU tests, several pytest processes side by side on one GPU or more, each part within SECONDS (default 300),
+# and a summary.
 #   tests/gpu/run.sh [SECONDS] [FOLDER for the logs]
 set -u
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
@@ -13,18 +13,20 @@ part() {
   timeout --signal INT --kill-after 10 "$seconds" \
     python3 -m pytest -q -p no:cacheprovider --tb=short --timeout 90 "$@" >"$out/$name.log" 2>&1 &
 }
-# What depends on times first, then what takes long.
+# What takes longest in the background, and beside it what depends on times, and then the rest.
+part kernels tests/gpu/test_kernels.py
+part table_cu tests/gpu/test_table.py -k cu
+long=$(jobs -p)
 part failures tests/gpu/test_failures.py
 part graphs tests/gpu/test_graphs.py
 part streams tests/gpu/test_streams.py tests/gpu/test_kernels_launched.py
-part one_sided tests/gpu/test_one_sided.py tests/gpu/test_visible_devices.py
-wait
+part one_sided tests/gpu/test_one_sided.py
+part visible tests/gpu/test_visible_devices.py
+wait $(jobs -p | grep -vxF "$long")
 part operations_sdma tests/gpu/test_operations.py -k sdma
 part operations_cu tests/gpu/test_operations.py -k cu
 part operations_auto tests/gpu/test_operations.py -k auto
 part table_sdma tests/gpu/test_table.py -k sdma
-part table_cu tests/gpu/test_table.py -k cu
-part kernels tests/gpu/test_kernels.py
 part frameworks tests/gpu/test_frameworks.py
 wait
 for log in "$out"/*.log; do

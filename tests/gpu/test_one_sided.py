@@ -59,6 +59,7 @@ def puts_in_every_form(rank, world):
             assert torch.equal(inbox[i], data(sender, i, N)), f"{FORMS[i]} from rank {sender}"
             assert arrived.tolist() == [7, 7 + (i + 1) * ("signal_flag" in keywords), 7], FORMS[i]
             ctx.barrier()
+        assert ctx.get_copy_engine_ctx().shape == (world, 6)
 
 
 def puts_tiles(rank, world):

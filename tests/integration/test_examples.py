@@ -61,6 +61,42 @@ def test_all_gather(ranks, arguments):
     assert ("gloo: " in done.stdout) == ("gloo" in arguments)
 
 
+@pytest.mark.parametrize(
+    ("example", "says"),
+    [("two_languages", "Triton: "), ("gemm_send", "overlapped: "), ("gather_gemm", "overlapped: ")],
+)
+def test_kernels_that_communicate(example, says):
+    done = torchrun(str(ROOT / "examples" / f"{example}.py"))
+    assert done.returncode == 0, done.stderr
+    assert says in done.stdout and done.stdout.splitlines()[-1] == "ok"
+
+
+def test_the_snippets_of_the_device_api_run(tmp_path):
+    """They are one script, which runs in the interpreter here."""
+    text = (ROOT / "docs/device_api.md").read_text(encoding="utf-8")
+    blocks = re.findall(r"^```python\n(.*?)^```", text, re.M | re.S)
+    assert len(blocks) >= 8
+    script = tmp_path / "script.py"
+    script.write_text("\n\n".join(blocks))
+    done = torchrun(str(script))
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("all of it was right") == 2
+
+
+def test_the_device_api_names_every_function():
+    text = (ROOT / "docs/device_api.md").read_text(encoding="utf-8")
+    import iris_pg
+    from iris_pg.device import sdma, triggered
+
+    kernels = [name for name in iris_pg.__all__ if iris_pg._WHERE[name].startswith("device.")]
+    raw = ("copy_linear", "copy_window", "atomic", "poll", "fence", "quiet", "await_flag")
+    assert all(hasattr(sdma, name) for name in raw)
+    missing = [name for name in kernels if f"`{name}" not in text]
+    missing += [name for name in raw if f"`sdma.{name}" not in text]
+    missing += [name for name in ("publish", "await_batch") if f"`triggered.{name}" not in text]
+    assert not missing and hasattr(triggered, "publish")
+
+
 def test_the_first_script_of_the_readme_runs(tmp_path):
     script = tmp_path / "script.py"
     script.write_text(REGISTERED + python_blocks()[0])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
+import time
 
 import pytest
 import torch
@@ -185,7 +186,7 @@ def test_atomics(ranks, world):
 def written(ctx, peer):
     """How many bytes of packets were put into the queue to a rank."""
     if by_proxy:
-        return ctx._channels._kernels[peer][0].ring.doorbell()
+        return ctx._channels.kernels.queues[peer][0].ring.doorbell()
     return ctx._channels._queues[peer, 0].ring.committed()
 
 
@@ -376,7 +377,7 @@ def gives_up(rank, world):
         engine, bases = ctx.get_copy_engine_ctx(), ctx.get_heap_bases()
         landed, flag = local(1, torch.int32), ctx.zeros(1, dtype=torch.int32)
         if by_proxy:  # a producer that died before it committed
-            ctx._channels._kernels[0][1]._words[0] += 28
+            ctx._channels.kernels.queues[0][1]._words[0] += 28
         else:
             atomics().rmw["add", 8](engine[0, 4].item(), 28)
         k.run(k.signals, flag, 1, rank, 0, bases, engine)
@@ -388,6 +389,7 @@ def gives_up(rank, world):
             ctx.put(flag, 0)
         if not by_proxy:
             ctx.put(flag, 0, channel=1)
+        ctx.barrier()  # the flag that was put is still 0
         if world > 1:
             k.run(k.signals, flag, 1, rank, 1, bases, engine)
             k.run(k.waits, 1, engine, landed)
@@ -422,6 +424,67 @@ def test_a_device_context(ranks, world):
     ranks(world).run(uses_a_context)
 
 
+# Collectives ----------------------------------------------------------------------------------------------------------
+
+
+def gathers(rank, world, languages=("triton",)):
+    """An all-gather that a kernel drives, of several sizes, in place too, again and again, with ranks that are late."""
+    from iris_pg.collective_api import Config
+    from iris_pg.errors import ArgumentError
+
+    with context() as ctx:
+        config = Config(engine="sdma", all_gather_variant="kernel_puts")
+        for i, (dtype, numel) in enumerate([(torch.int64, 64), (torch.uint8, 1), (torch.int16, 1003), (torch.int8, 0)]):
+            output, input = ctx.zeros(world * numel, dtype=dtype), local(numel, dtype)
+            for j, language in enumerate([*languages] * 3):
+                mine = output[rank * numel : (rank + 1) * numel] if j == 2 else input
+                mine.copy_(data(dtype, rank, 10 * i + j, numel))
+                if device != "cpu":
+                    torch.cuda.synchronize()
+                if (rank + j) % 3 == 0:
+                    time.sleep(0.02)
+                if language == "triton":
+                    ctx.ccl.all_gather(output, mine, config=config)
+                else:
+                    ctx.ccl._kernel_gather(output, mine, language)
+                expected = torch.cat([data(dtype, r, 10 * i + j, numel) for r in range(world)])
+                assert torch.equal(output.cpu(), expected), (dtype, numel, j)
+                ctx.ccl._kernel_gather.check()
+        for output, input in (
+            (local(world * 4, torch.int8), local(4, torch.int8)),
+            (ctx.zeros(4 * world + 1, dtype=torch.int8), local(4, torch.int8)),
+            (ctx.zeros(4 * world, dtype=torch.int8), local(4, torch.uint8)),
+        ):
+            with pytest.raises(ArgumentError, match="all_gather: "):
+                ctx.ccl.all_gather(output, input, config=config)
+        ctx.barrier()
+
+
+@pytest.mark.parametrize("world", [1, 2, 4])
+def test_an_all_gather_driven_by_a_kernel(ranks, world):
+    ranks(world).run(gathers)
+
+
+def gathers_alone(rank, world):
+    from iris_pg.collective_api import Config
+    from iris_pg.errors import QueueError
+
+    with context(IRIS_PG_TIMEOUT="0.5") as ctx:
+        output, input = ctx.zeros(world * 8), ctx.ones(8)
+        ctx.ccl.all_gather(output, input, config=Config(all_gather_variant="kernel_puts"))
+        if rank == 0:
+            with pytest.raises(QueueError, match="a kernel waited in vain for a peer"):
+                ctx.ccl.all_gather(output, input, config=Config(all_gather_variant="kernel_puts"))
+            with pytest.raises(QueueError, match="for a flag from that rank"):
+                ctx.quiet()
+        else:
+            time.sleep(1.5)
+
+
+def test_an_all_gather_without_a_peer_is_an_error(ranks):
+    ranks(2).run(gathers_alone)
+
+
 # By a proxy -----------------------------------------------------------------------------------------------------------
 
 
@@ -432,6 +495,7 @@ OVER_A_PROXY = [
     (2, "adds_and_swaps"),
     (2, "gives_up"),
     (2, "uses_a_context"),
+    (2, "gathers"),
 ]
 
 

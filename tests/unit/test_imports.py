@@ -42,6 +42,7 @@ LAYERS = {
     "device_queues": 7,
     "device_channels": 7,
     "proxy_channels": 7,
+    "triggered": 7,
     "device_work": 7,
     "device_copies": 7,
     "device_exchanges": 7,

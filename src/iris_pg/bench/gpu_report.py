@@ -13,6 +13,7 @@ import torch
 
 from iris_pg.bench import report
 from iris_pg.bench.gpu import Beside, Row
+from iris_pg.bench.gpu_contenders import parse
 from iris_pg.bench.gpu_training import Step
 
 SCHEMA = 1  # of the JSON; raised when a field changes its meaning or goes
@@ -93,18 +94,44 @@ def plot(document: dict[str, Any], prefix: str) -> list[str]:
 
     paths = []
     for operation, mode in dict.fromkeys((row["operation"], row["mode"]) for row in document["rows"]):
-        figure, axes = pyplot.subplots(figsize=(8, 5))
+        figure, axes = pyplot.subplots(figsize=(8, 4.5))
         rows = [row for row in document["rows"] if (row["operation"], row["mode"]) == (operation, mode)]
         for name in dict.fromkeys(row["contender"] for row in rows):
             line = [(row["nbytes"], row["gb_per_s"]) for row in rows if row["contender"] == name]
             axes.plot(*zip(*line, strict=True), marker="o", label=name)
         axes.set(xscale="log", xlabel="bytes a rank", ylabel="GB/s a rank", title=f"{operation}, {mode}")
-        axes.legend(fontsize="small")
-        axes.grid(alpha=0.3)
-        paths.append(f"{prefix}{operation}_{mode}.png")
-        figure.savefig(paths[-1], dpi=100, bbox_inches="tight")
-        pyplot.close(figure)
+        paths.append(_save(figure, axes, f"{prefix}{operation}_{mode}.png"))
+        by_ctas = _by_comm_sms(rows)
+        if any(len(line) > 2 for line in by_ctas.values()):
+            figure, axes = pyplot.subplots(figsize=(8, 4.5))
+            for label, line in by_ctas.items():
+                axes.plot(*zip(*sorted(line), strict=True), marker="o", label=label)
+            for row in rows:
+                if row["contender"] == document["options"]["anchor"] and row["nbytes"] == max(
+                    r["nbytes"] for r in rows
+                ):
+                    axes.axhline(row["gb_per_s"], linestyle="--", color="grey", label=row["contender"])
+            axes.set(xscale="log", xlabel="CTAs (comm_sms)", ylabel="GB/s a rank", title=f"{operation}, {mode}")
+            paths.append(_save(figure, axes, f"{prefix}{operation}_{mode}_by_comm_sms.png"))
     return paths
+
+
+def _by_comm_sms(rows: Sequence[dict[str, Any]]) -> dict[str, list[tuple[int, float]]]:
+    """Return label -> (comm_sms, GB/s) of contenders that differ in that alone."""
+    lines: dict[str, list[tuple[int, float]]] = {}
+    for row in rows:
+        c = parse(row["contender"]) if ":" in row["contender"] else None
+        if c and c.comm_sms:
+            label = f"{c.engine}, {c.memory}, {report.size_text(row['nbytes'])}"
+            lines.setdefault(label, []).append((c.comm_sms, row["gb_per_s"]))
+    return lines
+
+
+def _save(figure: Any, axes: Any, path: str) -> str:
+    axes.legend(fontsize="small")
+    axes.grid(alpha=0.3)
+    figure.savefig(path, dpi=80, bbox_inches="tight")
+    return path
 
 
 if __name__ == "__main__":

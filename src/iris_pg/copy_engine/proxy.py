@@ -12,8 +12,7 @@ from __future__ import annotations
 import ctypes
 import threading
 import time
-from collections.abc import Callable
-from typing import Protocol
+from typing import Any, Protocol
 
 from iris_pg.copy_engine import decoded as d
 from iris_pg.copy_engine.patience import Patience
@@ -21,8 +20,6 @@ from iris_pg.copy_engine.ring import DEAD, Ring
 from iris_pg.copy_engine.software import Queue
 from iris_pg.errors import IrisError, PacketError
 from iris_pg.platforms.atomics import atomics
-
-_PAUSE_S = 20e-6
 
 
 class Stream(Protocol):
@@ -50,20 +47,31 @@ class Stream(Protocol):
         """Return when all has been done that was told."""
 
 
+class Platform(Protocol):
+    """What a proxy needs of the GPU."""
+
+    def begin(self) -> None:
+        """Make the GPU's context the calling thread's."""
+
+    def stream(self) -> Stream:
+        """Return a stream of its own."""
+
+    def register(self, address: int, nbytes: int) -> Any:
+        """Let the GPU see memory of the host; its ``shift`` is what to add to an address, ``close()`` ends it."""
+
+
 class ProxyQueue(Queue):
-    """A ring, and the stream that does what it says.
+    """A ring that kernels write into, and the stream that does what it says. Only a :class:`ProxyThread` executes it.
 
     Args:
-        ring: where packets are written.
+        ring: where packets are written, in memory of the host that the GPU sees.
         patience: how polls wait.
         stream: the stream.
-        cached_wptr: address, as the GPU sees it, of how far kernels have reserved; None when the host writes packets.
+        cached_wptr: address, as the GPU sees it, of how far kernels have reserved.
         answers: address of what a quiet waits for, which is memory of the host.
     """
 
-    def __init__(
-        self, ring: Ring, patience: Patience, stream: Stream, cached_wptr: int | None = None, answers: int | None = None
-    ) -> None:
+    def __init__(self, ring: Ring, patience: Patience, stream: Stream, cached_wptr: int, answers: int) -> None:
         super().__init__(ring, patience)
         self.stream, self._cached_wptr, self._answers = stream, cached_wptr, answers
         self._execute = {
@@ -79,17 +87,9 @@ class ProxyQueue(Queue):
 
     def fail(self, error: BaseException) -> None:
         """As in :class:`Queue`; kernels that wait for the queue go on too."""
-        if self.fault is None and self._cached_wptr:
+        if self.fault is None:
             self.stream.write(self._cached_wptr, DEAD, 8)
         super().fail(error)
-
-    def _make_room(self, until: int) -> None:
-        if self.fault:
-            raise self.fault
-        time.sleep(_PAUSE_S)  # the thread makes room
-
-    def _trace(self, at: int, place: int, stop: int) -> None:
-        """No packet is executed by the host itself."""
 
     def _begin_copy(self, p: d.CopyLinear, wait: bool) -> bool:
         self.stream.copy(p.dst, p.src, p.nbytes)
@@ -151,15 +151,15 @@ class ProxyThread:
     is begun within microseconds; then it looks only now and then.
 
     Args:
-        begin: called in the thread first, to make the GPU's context current.
+        platform: whose ``begin()`` is called in the thread first, to make the GPU's context current.
         name: of the thread.
     """
 
     _SPIN_S, _NAP_S, _LONGEST_NAP_S = 5e-3, 20e-6, 1e-3
     _TURNS = 2000  # looks at all words, without the GIL, before Python runs again
 
-    def __init__(self, begin: Callable[[], None], name: str) -> None:
-        self._begin = begin
+    def __init__(self, platform: Platform, name: str) -> None:
+        self._begin = platform.begin
         self._queues: list[ProxyQueue] = []
         self._lock = threading.Lock()
         self._words = self._seen = (ctypes.c_uint64 * 0)()
@@ -215,4 +215,4 @@ class ProxyThread:
         return self._await(words, seen, len(queues), self._TURNS // len(queues)) < len(queues)
 
 
-__all__ = ["ProxyQueue", "ProxyThread", "Stream"]
+__all__ = ["Platform", "ProxyQueue", "ProxyThread", "Stream"]

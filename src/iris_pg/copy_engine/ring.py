@@ -77,12 +77,14 @@ class RingError(IntEnum):
     FULL = 1
     STALLED = 2
     NOT_LANDED = 3
+    NO_FLAG = 4
 
 
 TOLD = {
     RingError.FULL: "found no room in the ring before the deadline: the engine does not go on",
     RingError.STALLED: "waited in vain for a producer that reserved room before it and did not commit",
     RingError.NOT_LANDED: "waited in vain for its transfers to land",
+    RingError.NO_FLAG: "waited in vain for a flag from that rank",
 }
 
 

@@ -31,7 +31,7 @@ from iris_pg.copy_engine.ring import Context as _Context
 from iris_pg.copy_engine.ring import Line as _Line
 from iris_pg.copy_engine.ring import RingError as _RingError
 from iris_pg.device.function import device_function
-from iris_pg.device.target import clock_ns, fence_header, gather_stores, load_past_caches, most_bytes, publish
+from iris_pg.device.target import clock_ns, fence_header, gather_stores, load_past_caches, most_bytes, pause, publish
 
 
 def _signed(dword: int) -> tl.constexpr:
@@ -61,6 +61,7 @@ ERROR_AT = tl.constexpr(4 * int(_Answers.ERROR))
 FULL = tl.constexpr(int(_RingError.FULL))
 STALLED = tl.constexpr(int(_RingError.STALLED))
 NOT_LANDED = tl.constexpr(int(_RingError.NOT_LANDED))
+NO_FLAG = tl.constexpr(int(_RingError.NO_FLAG))
 DEAD = tl.constexpr(-(1 << 63))
 POLLS = tl.constexpr(64)  # between two looks at the clock
 
@@ -162,6 +163,7 @@ def reserve(copy_engine_ctx, to_rank, NBYTES: tl.constexpr):
             is_over = (seen == base) | (seen < 0)
             base = seen
         else:
+            pause()
             read = newest(rptr, line + READ, "acquire")
             polls += 1
             if polls % POLLS == 0:
@@ -182,6 +184,7 @@ def commit(copy_engine_ctx, to_rank, base, end):
     polls = 0
     is_dead = base < 0
     while (turn != base) & (is_dead == 0):
+        pause()
         polls += 1
         if polls % POLLS == 0:
             began = watch(cached, line, began, STALLED)
@@ -387,6 +390,7 @@ def quiet(copy_engine_ctx, to_rank):
     polls = 0
     landed = began
     while (landed < end) & (is_alive != 0):
+        pause()
         landed = newest(answers.to(tl.pointer_type(tl.int64)), line + LANDED, "acquire")
         polls += 1
         if polls % POLLS == 0:
@@ -395,3 +399,28 @@ def quiet(copy_engine_ctx, to_rank):
             is_alive = tl.where(dead & (landed < end), 0, is_alive)
     tl.debug_barrier()
     return is_alive
+
+
+@device_function
+def await_flag(copy_engine_ctx, from_rank, flag, value):
+    """Return when a flag of this rank that ``from_rank`` raises is at least ``value``: 1, or 0 past the deadline of the
+    queue to that rank, which is then dead. What the flag stands for may be read.
+
+    Args:
+        flag: pointer to int64, which is raised by atomics.
+    """
+    cached = word(copy_engine_ctx, from_rank, CACHED)
+    line = word(copy_engine_ctx, from_rank, COMMITTED)
+    seen = tl.atomic_add(flag, 0, sem="acquire", scope="sys")
+    began = seen * 0
+    polls = 0
+    is_dead = seen < seen
+    while (seen < value) & (is_dead == 0):
+        pause()
+        polls += 1
+        if polls % POLLS == 0:
+            began = watch(cached, line, began, NO_FLAG)
+            is_dead = tl.atomic_add(cached, 0, sem="relaxed", scope="sys") < 0
+        seen = tl.atomic_add(flag, 0, sem="acquire", scope="sys")
+    tl.debug_barrier()
+    return (seen >= value).to(tl.int32)

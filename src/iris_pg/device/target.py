@@ -58,6 +58,13 @@ def clock_ns(_semantic=None):
 
 
 @builtin
+def pause(_semantic=None):
+    """Do nothing for a moment, in a wait; in the interpreter others need the core."""
+    if _semantic is None:
+        time.sleep(_PAUSE_S)
+
+
+@builtin
 def gather_stores(_semantic=None):
     """Let all that the CTA's lanes have stored be before what any of them does next.
 
@@ -94,7 +101,6 @@ def fence(word, _semantic=None):
 def load_past_caches(pointer, _semantic=None):
     """Return a word that others write, as it is in memory; every lane reads it at a time of its own."""
     if _semantic is None:
-        time.sleep(_PAUSE_S)
         return tl.load(pointer, volatile=True)
     modifier = ".cv" if _is_hip(_semantic) else ""  # there, volatile alone may read from a cache
     return tl.load(pointer, cache_modifier=modifier, volatile=True, _semantic=_semantic)

@@ -1,0 +1,270 @@
+"""Triggered plans: the host arms transfers ahead of time, and a kernel that computes what they send lets them go, batch
+by batch, while it goes on computing. Peers see each batch arrive.
+
+::
+
+    plan = ctx.triggered([[Send(part, to_rank=p, to_tensor=inbox) for p in peers] for part in parts])   # collective
+    epoch = plan.arm()
+    kernel[grid](..., plan.device, epoch)    # publish(plan, batch, producers, epoch) when a batch is written
+    plan.wait()                              # all is sent, and all that peers send has arrived
+
+For each batch and peer a queue holds: poll until the batch's gate is at least the epoch | copy ... | add 1 to the
+peer's arrival flag. Epochs count from 1, and nothing is ever reset.
+
+A plan that is armed has its channel to the ranks it sends to for itself: what came behind it would wait for its gates.
+So putting there, or arming another plan, is an error until it has ended.
+"""
+
+from __future__ import annotations
+
+import enum
+import hashlib
+import json
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from iris_pg.copy_engine.calls import Call, Increase, Poll
+from iris_pg.errors import ArgumentError, ClosedError, DeadlineError, IrisError, MismatchError, PeerLostError, where
+from iris_pg.memory.heap import address_of
+
+if TYPE_CHECKING:
+    from iris_pg.context import Iris
+
+_LINE_WORDS = 8  # of a gate and of an arrival, as in device/triggered.py
+_MOST_BYTES = 1 << 19  # of packets that are armed in one queue: half a ring
+_PAUSE_S = 50e-6
+
+
+class State(enum.Enum):
+    """What a plan is doing."""
+
+    IDLE = "idle"  # made, or done with an epoch
+    ARMED = "armed"  # transfers wait for their gates
+    FAILED = "failed"  # an epoch did not end
+    ABORTED = "aborted"
+    CLOSED = "closed"
+
+
+@dataclass(frozen=True)
+class Send:
+    """One transfer of a batch, as :meth:`iris_pg.Iris.put`.
+
+    Args:
+        from_tensor: contiguous, in this rank's heap.
+        to_rank: whose memory is written.
+        to_tensor: this rank's tensor at the place to be written there; ``from_tensor`` when None.
+    """
+
+    from_tensor: torch.Tensor
+    to_rank: int
+    to_tensor: torch.Tensor | None = None
+
+
+class TriggeredPlan:
+    """Transfers in batches; :meth:`iris_pg.Iris.triggered` makes it. All ranks make it, with as many batches.
+
+    Args:
+        ctx: the context.
+        batches: what this rank sends in each batch.
+        channel: of the copy engine.
+
+    Attributes:
+        state: a :class:`State`.
+        epoch: how often it was armed.
+        device: what kernels need, int64 on the heap's device.
+    """
+
+    def __init__(self, ctx: Iris, batches: Sequence[Sequence[Send]], channel: int) -> None:
+        self._ctx, self._channel = ctx, channel
+        self.state, self.epoch = State.IDLE, 0
+        rank, world = ctx.cur_rank, ctx.num_ranks
+        problem, self._copies = None, list[dict[int, list[Call]]]()
+        try:
+            self._copies = [self._by_peer(batch) for batch in batches]
+            self._check_room()
+        except IrisError as error:
+            problem = error
+        # What each rank sends to whom: a batch that nobody sends is not awaited, and all must mean the same plan.
+        mine = dict(n=len(batches), to=[sorted(copies) for copies in self._copies], channel=channel)
+        mine["bad"] = str(problem) if problem else ""
+        told: list[Any] = [message.payload for message in ctx._links.exchange(mine, what="make a triggered plan")]
+        if problem:
+            raise problem
+        for other, said in enumerate(told):
+            if said["bad"]:
+                raise MismatchError(f"triggered: rank {other} has no plan: {said['bad']} {self._where()}")
+            if (said["n"], said["channel"]) != (len(batches), channel):
+                raise MismatchError(
+                    f"triggered: rank {other} has {said['n']} batches on channel {said['channel']}, this rank "
+                    f"{len(batches)} on {channel}; they must be the same {self._where()}"
+                )
+        self._senders = [
+            [r for r, said in enumerate(told) if rank in said["to"][batch]] for batch in range(len(batches))
+        ]
+        self.digest = hashlib.sha1(json.dumps([said["to"] for said in told]).encode()).hexdigest()
+        self._gates = ctx.zeros(max(len(batches), 1), _LINE_WORDS, dtype=torch.int64)
+        self._arrived = ctx.zeros(max(len(batches), 1), world, _LINE_WORDS, dtype=torch.int64)
+        self._side = torch.cuda.Stream(ctx.heap.device) if ctx.heap.device.type != "cpu" else None
+        words = [address_of(self._gates), address_of(self._arrived), world]
+        self.device = torch.tensor(words, dtype=torch.int64).to(ctx.heap.device)
+
+    @property
+    def peers(self) -> list[int]:
+        """The ranks that this rank sends to."""
+        return sorted({peer for copies in self._copies for peer in copies})
+
+    def arm(self) -> int:
+        """Put the transfers of all batches into the queues, where they wait for their gates, and return the epoch.
+
+        Raises:
+            ArgumentError: the plan is armed, or another plan holds a queue. ClosedError: it has failed, or is closed.
+        """
+        if self.state is State.ARMED:
+            raise ArgumentError(
+                f"triggered: epoch {self.epoch} is armed and has not ended; wait() first {self._where()}"
+            )
+        if self.state is not State.IDLE:
+            raise ClosedError(f"triggered: the plan is {self.state.value} and arms no more {self._where()}")
+        self._ctx._hold(self, self._channel, self.peers)
+        self.epoch += 1
+        self.state = State.ARMED
+        try:
+            for batch, copies in enumerate(self._copies):
+                gate = address_of(self._gates[batch])
+                for peer, calls in copies.items():
+                    arrived = address_of(self._arrived[batch, self._ctx.cur_rank])
+                    there = self._ctx.heap.translate(arrived, self._ctx.cur_rank, peer)
+                    armed = [Poll(gate, self.epoch), *calls, Increase(there, 1, 64)]
+                    self._ctx._engine("triggered", peer).submit("triggered", peer, self._channel, armed, False)
+        except IrisError:
+            self._end(State.FAILED)
+            raise
+        return self.epoch
+
+    def publish(self, batch: int) -> None:
+        """Let a batch go from the host, as a kernel does when its producers are done.
+
+        Raises:
+            ArgumentError: no such batch, or the plan is not armed.
+        """
+        if self.state is not State.ARMED or not 0 <= batch < len(self._copies):
+            raise ArgumentError(
+                f"triggered: publish({batch}) of a plan of {len(self._copies)} batches that is {self.state.value} "
+                f"{self._where()}"
+            )
+        self._open(batch)
+
+    def arrived(self, batch: int) -> bool:
+        """Return whether all that this rank is sent in a batch of this epoch is there."""
+        flags = self._read(self._arrived[batch, :, 0])
+        return all(flags[sender] >= self.epoch for sender in self._senders[batch])
+
+    def wait(self, timeout_s: float | None = None) -> None:
+        """Return when all that this rank sends in this epoch has landed, and all that it is sent has arrived.
+
+        Raises:
+            DeadlineError: naming batches that were not published here, and ranks whose batches have not arrived.
+            ArgumentError: the plan is not armed. QueueError: a transfer failed. The plan has failed then.
+        """
+        if self.state is not State.ARMED:
+            raise ArgumentError(f"triggered: wait() of a plan that is {self.state.value}; arm() first {self._where()}")
+        limit_s = self._ctx._links.timeout_s if timeout_s is None else timeout_s
+        deadline = time.monotonic() + limit_s
+        while missing := self._missing():
+            if time.monotonic() > deadline:
+                self._end(State.FAILED)
+                self._release()
+                raise DeadlineError(f"triggered: after {limit_s} s {missing} in epoch {self.epoch} {self._where()}")
+            lost = self._ctx._links.lost()
+            if lost and any(rank in lost for batch in self._senders for rank in batch):
+                time.sleep(0.1)  # it may have done its part before it went
+                if missing := self._missing():
+                    self._end(State.FAILED)
+                    self._release()
+                    raise PeerLostError(f"triggered: rank {lost[0]} is gone, and {missing} {self._where()}")
+            time.sleep(_PAUSE_S)
+        try:
+            for peer in self.peers:
+                self._ctx._engine("triggered", peer).quiet(peer, self._channel)
+        except IrisError:
+            self._end(State.FAILED)
+            raise
+        self._end(State.IDLE)
+
+    def abort(self) -> None:
+        """Let go whatever is armed, and never arm again. What the transfers that were let go move is not to be used.
+        Peers notice when they wait. Idempotent.
+        """
+        if self.state is State.ARMED:
+            self._release()
+            self._end(State.ABORTED)
+        elif self.state is State.IDLE:
+            self.state = State.ABORTED
+
+    def close(self) -> None:
+        """Abort, and give the memory of its flags back. Collective. Idempotent."""
+        if self.state is State.CLOSED:
+            return
+        self.abort()
+        self._ctx.barrier()
+        self.state = State.CLOSED
+        self._ctx.heap.free(self._gates)
+        self._ctx.heap.free(self._arrived)
+
+    # ------------------------------------------------------------------------------------------------------------------
+
+    def _by_peer(self, batch: Sequence[Send]) -> dict[int, list[Call]]:
+        copies: dict[int, list[Call]] = {}
+        for send in batch:
+            self._ctx._check_rank("triggered", "to_rank", send.to_rank)
+            made = self._ctx._encoder.put("triggered", send.from_tensor, send.to_rank, send.to_tensor)
+            copies.setdefault(send.to_rank, []).extend(made)
+        return copies
+
+    def _check_room(self) -> None:
+        for peer in self.peers:
+            armed = [copies[peer] for copies in self._copies if peer in copies]
+            nbytes = sum(len(packet) for calls in armed for call in calls for packet in call.packets())
+            nbytes += len(armed) * (24 + 32)
+            if nbytes > _MOST_BYTES:
+                raise ArgumentError(
+                    f"triggered: {nbytes} bytes of packets to rank {peer}; at most {_MOST_BYTES}, half a ring, are "
+                    f"armed at once; send larger pieces, or make several plans {self._where()}"
+                )
+
+    def _missing(self) -> str:
+        """Return in words what this epoch waits for, or nothing."""
+        gates, arrived = self._read(self._gates[:, 0]), self._read(self._arrived[:, :, 0])
+        closed = [b for b, copies in enumerate(self._copies) if copies and gates[b] < self.epoch]
+        late = sorted({r for b, ranks in enumerate(self._senders) for r in ranks if arrived[b][r] < self.epoch})
+        said = [f"batches {closed} were not published on this rank"] if closed else []
+        return " and ".join([*said, f"batches of ranks {late} have not arrived"] if late else said)
+
+    def _release(self) -> None:
+        self._open(slice(None))
+
+    # On a GPU beside the streams of the user, whose kernels may wait for just this.
+
+    def _open(self, batches: int | slice) -> None:
+        with torch.cuda.stream(self._side):
+            self._gates[batches, 0] = self.epoch
+        if self._side:
+            self._side.synchronize()
+
+    def _read(self, flags: torch.Tensor) -> list[Any]:
+        with torch.cuda.stream(self._side):
+            return flags.tolist()
+
+    def _end(self, state: State) -> None:
+        self.state = state
+        self._ctx._give_back(self)
+
+    def _where(self) -> str:
+        return where(group=self._ctx._links.group, rank=self._ctx.cur_rank)
+
+
+__all__ = ["Send", "State", "TriggeredPlan"]
