@@ -43,7 +43,7 @@ from table.values import FORMS, Form
 
 WARM_UP = 4  # rounds, after which memory is compared; caches are filling, and libraries being loaded
 GROWTH_MIB = 48.0  # most that a process may grow from then on: a cache of 32 MiB, and what lies free between blocks
-WAIT_S = 60.0  # deadline of every wait in a group
+WAIT_S = 120.0  # seconds; tiny chunks, and other busy processes, make a message of megabytes slow
 TOGETHER = {"sdma": 10, "cu": 2}  # operations between two agreements on whether there is time for more
 MIXED = 3  # one round of so many has groups of all engines: one that is an interpreter leaves the others little time
 GROUPS = 5  # made in a round, besides the default group
