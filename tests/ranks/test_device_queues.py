@@ -103,13 +103,13 @@ def test_every_operation(ranks, world, signature, seed):
 class NoKernels:
     """In place of the kernels of the cu engine, which need a GPU."""
 
-    def __init__(self, page, device):
+    def __init__(self, page, device, comm_sms):
         pass
 
     def areas(self):
         return {}
 
-    def use(self, heap, timeout_s):
+    def use(self, heap, tensors, timeout_s):
         return None
 
     def close(self):
@@ -123,21 +123,19 @@ def a_trial_fails(rank, world, engine):
     def fails(*_):
         raise UnsupportedError("rank 1: a copy was skipped")
 
-    with amd_gpus("new"):
-        device_transport.try_streams, tried = fails, device_transport.try_streams
-        device_transport.DeviceExchanges, kernels = NoKernels, device_transport.DeviceExchanges
-        try:
-            if engine == "sdma":
-                with pytest.raises(UnsupportedError, match="rank 1: a copy was skipped"):
-                    dist.group.WORLD._on(fake_gpu.DEVICE)
-                return
-            transport = dist.group.WORLD._on(fake_gpu.DEVICE)
-            text = transport.explain()
-            assert "engine    cu (copy engines failed their trial)" in text, text
-            assert "copies    not used: rank 1: a copy was skipped" in text, text
-            assert transport._is_for_kernels(("any",), None, lambda *_: None)
-        finally:
-            device_transport.try_streams, device_transport.DeviceExchanges = tried, kernels
+    with amd_gpus("new"), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(device_transport, "try_streams", fails)
+        patch.setattr(device_transport, "DeviceExchanges", NoKernels)
+        patch.setattr(device_transport, "check_comm_sms", lambda *_: None)
+        if engine == "sdma":
+            with pytest.raises(UnsupportedError, match="rank 1: a copy was skipped"):
+                dist.group.WORLD._on(fake_gpu.DEVICE)
+            return
+        transport = dist.group.WORLD._on(fake_gpu.DEVICE)
+        text = transport.explain()
+        assert "engine    cu (copy engines failed their trial)" in text, text
+        assert "copies    not used: rank 1: a copy was skipped" in text, text
+        assert transport._is_for_kernels(("any",), None, lambda *_: None)
 
 
 @pytest.mark.parametrize("engine", ["sdma", "auto"])
