@@ -47,8 +47,9 @@ def finish(result, world: tl.constexpr, ELEMENT: tl.constexpr, ACCUMULATOR: tl.c
             result = tl.div_rn(result, tl.full(result.shape, world, tl.float32))  # `/` is not rounded correctly
         elif ACCUMULATOR.is_floating():
             result = result / world
-        else:  # towards zero, whatever `//` does with negative numbers here
-            result = tl.where(result < 0, -(-result // world), result // world)
+        else:  # towards zero, whatever `//` does with negative numbers here; the least one has no opposite
+            down = result // world
+            result = down + ((result < 0) & (result - down * world > 0)).to(ACCUMULATOR)
     return result.to(ELEMENT)
 
 
