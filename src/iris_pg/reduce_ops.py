@@ -17,6 +17,7 @@ What an operation does is the same for every engine:
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import Any
 
@@ -88,10 +89,9 @@ def reduction(collective: str, op: ReduceOp | ReduceOp.RedOpType, dtype: torch.d
     # RedOpType says that it is an instance of both classes.
     state: Any = (op, None) if isinstance(op, ReduceOp.RedOpType) else op.__getstate__()
     kind, factor = state
-    name, element = kind.name.lower(), str(dtype).removeprefix("torch.")
-    check(name, element, collective)
-    if name != "premul_sum":
-        return Reduction(name, element)
+    plain = _by_kind(collective, kind, dtype)
+    if plain.op != "premul_sum":
+        return plain
     if factor is None:
         raise ArgumentError(
             f"{collective}: ReduceOp.PREMUL_SUM has no factor; it multiplies by one; make it with "
@@ -102,7 +102,15 @@ def reduction(collective: str, op: ReduceOp | ReduceOp.RedOpType, dtype: torch.d
         raise ArgumentError(
             f"{collective}: ReduceOp.PREMUL_SUM has the factor {value} for {dtype}; it takes a real one; pass a float"
         )
-    return Reduction("sum", element, value)
+    return Reduction("sum", plain.dtype, value)
+
+
+@functools.lru_cache(maxsize=4096)
+def _by_kind(collective: str, kind: ReduceOp.RedOpType, dtype: torch.dtype) -> Reduction:
+    """Return a reduction by torch's name of it, "premul_sum" too; kept, as the names of enumerations take long."""
+    name, element = kind.name.lower(), str(dtype).removeprefix("torch.")
+    check(name, element, collective)
+    return Reduction(name, element)
 
 
 def check(op: str, dtype: str, collective: str = "reduce") -> None:

@@ -153,6 +153,7 @@ def a_wait_in_vain_ends(rank, world):
             ctx.put(source, to, inbox)
         ctx.barrier()
         assert not inbox.any(), "nothing moves after a wait in vain"
+        ctx.barrier()  # and no rank goes on before the others have looked
         ctx.put(source, to, inbox, channel=1)
         ctx.barrier()
         assert inbox.all()

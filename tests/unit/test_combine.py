@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 from iris_pg.copy_engine import combine
@@ -24,3 +26,6 @@ def test_it_compiles(backend, arch, width, count, dtype, op, word):
         "cubin" if backend == "cuda" else "hsaco"
     ]
     assert combine._WARPS * width <= 1024, "threads of a block"
+    if backend == "cuda":
+        wide = re.findall(r"(?:ld|st)\.global\.v(\d)\.b(?:32|64)", text)
+        assert len(wide) >= count + 1 if word == 16 else not wide, "16 bytes at a time, where all addresses allow it"
