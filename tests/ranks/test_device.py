@@ -373,7 +373,7 @@ def gives_up(rank, world):
     from iris_pg.errors import ClosedError, QueueError
     from iris_pg.platforms.atomics import atomics
 
-    with context(IRIS_PG_TIMEOUT="0.5") as ctx:
+    with context(IRIS_PG_TIMEOUT="3") as ctx:
         engine, bases = ctx.get_copy_engine_ctx(), ctx.get_heap_bases()
         landed, flag = local(1, torch.int32), ctx.zeros(1, dtype=torch.int32)
         if by_proxy:  # a producer that died before it committed
