@@ -24,20 +24,22 @@ from iris_pg.device import triggered
 from iris_pg.triggered import Send
 
 ON_GPU = torch.cuda.is_available()
-BLOCK, ROUNDS = (128 if ON_GPU else 16), 5
+BLOCK, ROUNDS, BATCHES = (128 if ON_GPU else 16), 5, 8
 
 
 @triton.jit
-def multiply(a, b, c, plan, engine, epoch, rank, world, mine, N, K, AWAIT: tl.constexpr, BLOCK: tl.constexpr):
+def multiply(
+    a, b, c, plan, engine, epoch, rank, world, mine, N, K, batch_rows, AWAIT: tl.constexpr, BLOCK: tl.constexpr
+):
     """Compute one tile of c = a b, a [world * mine, K] and b [K, N]; await the rows of a that it reads when AWAIT."""
     of_rank = (mine // BLOCK) * (N // BLOCK)  # tiles that read the rows of one rank
     owner = (rank + tl.program_id(0) // of_rank) % world  # this rank's first, then as they come
     tile = tl.program_id(0) % of_rank
-    batch, column = tile // (N // BLOCK), tile % (N // BLOCK)
+    row, column = tile // (N // BLOCK), tile % (N // BLOCK)
     if AWAIT:
         if owner != rank:
-            triggered.await_batch(plan, engine, batch, owner, epoch)
-    rows, columns = owner * mine + batch * BLOCK + tl.arange(0, BLOCK), column * BLOCK + tl.arange(0, BLOCK)
+            triggered.await_batch(plan, engine, row * BLOCK // batch_rows, owner, epoch)
+    rows, columns = owner * mine + row * BLOCK + tl.arange(0, BLOCK), column * BLOCK + tl.arange(0, BLOCK)
     depth = tl.arange(0, BLOCK)
     total = tl.zeros([BLOCK, BLOCK], tl.float32)
     for k in range(0, K, BLOCK):
@@ -56,7 +58,8 @@ def run(ctx: Iris, size: int) -> None:
     a, c = ctx.zeros(size, size, dtype=dtype), torch.empty(size, size, dtype=dtype, device=device)
     part = a[rank * mine : (rank + 1) * mine]
     peers = [(rank + hop) % world for hop in range(1, world)]
-    batches = [part[i : i + BLOCK] for i in range(0, mine, BLOCK)]
+    batch = max(mine // BATCHES // BLOCK, 1) * BLOCK  # rows
+    batches = [part[i : i + batch] for i in range(0, mine, batch)]
     plan = ctx.triggered([[Send(rows, peer) for peer in peers] for rows in batches])
     engine, grid = ctx.get_copy_engine_ctx(), ((size // BLOCK) ** 2,)
 
@@ -65,7 +68,7 @@ def run(ctx: Iris, size: int) -> None:
             torch.cuda.synchronize()
 
     def compute(epoch: int, awaits: bool) -> None:
-        sizes = (rank, world, mine, size, size)
+        sizes = (rank, world, mine, size, size, batch)
         multiply[grid](a, b, c, plan.device, engine, epoch, *sizes, AWAIT=awaits, BLOCK=BLOCK)
         wait_for_gpu()
 
@@ -78,8 +81,8 @@ def run(ctx: Iris, size: int) -> None:
 
     def overlapped() -> None:
         epoch = plan.arm()
-        for batch in range(len(batches)):
-            plan.publish(batch)
+        for number in range(len(batches)):
+            plan.publish(number)
         compute(epoch, awaits=True)
         plan.wait()
 

@@ -1,11 +1,11 @@
-"""A matrix product whose rows are sent while it still computes: the copy engine puts a row of tiles to all peers as
+"""A matrix product whose rows are sent while it still computes: the copy engine puts a batch of rows to all peers as
 soon as its last tile is written.
 
     torchrun --nproc-per-node 2 examples/gemm_send.py [size]
 
 Rank r computes rows r * M / W ... of C = A B, and every rank ends with all of C. Sequential: compute, then put
-everything. Overlapped: a triggered plan is armed with a transfer for each row of tiles and peer, and the kernel
-publishes the rows. On a machine without a GPU the kernel runs in Triton's interpreter.
+everything. Overlapped: a triggered plan is armed with a transfer for each batch and peer, and the kernel publishes
+the batches. On a machine without a GPU the kernel runs in Triton's interpreter.
 """
 
 import os
@@ -25,12 +25,12 @@ from iris_pg.device import triggered
 from iris_pg.triggered import Send
 
 ON_GPU = torch.cuda.is_available()
-BLOCK, ROUNDS = (128 if ON_GPU else 16), 5
+BLOCK, ROUNDS, BATCHES = (128 if ON_GPU else 16), 5, 8
 
 
 @triton.jit
-def multiply(a, b, c, plan, epoch, M, N, K, PUBLISH: tl.constexpr, BLOCK: tl.constexpr):
-    """Compute one tile of c [M, N] = a [M, K] b [K, N]; say so when PUBLISH."""
+def multiply(a, b, c, plan, epoch, M, N, K, batch_rows, PUBLISH: tl.constexpr, BLOCK: tl.constexpr):
+    """Compute one tile of c [M, N] = a [M, K] b [K, N]; say so when PUBLISH. A batch is ``batch_rows`` rows of c."""
     row, column = tl.program_id(0) // (N // BLOCK), tl.program_id(0) % (N // BLOCK)
     rows, columns = row * BLOCK + tl.arange(0, BLOCK), column * BLOCK + tl.arange(0, BLOCK)
     depth = tl.arange(0, BLOCK)
@@ -40,7 +40,7 @@ def multiply(a, b, c, plan, epoch, M, N, K, PUBLISH: tl.constexpr, BLOCK: tl.con
         total += tl.dot(left, tl.load(b + (k + depth[:, None]) * N + columns[None, :]))
     tl.store(c + rows[:, None] * N + columns[None, :], total.to(c.dtype.element_ty))
     if PUBLISH:
-        triggered.publish(plan, row, N // BLOCK, epoch)
+        triggered.publish(plan, row * BLOCK // batch_rows, (batch_rows // BLOCK) * (N // BLOCK), epoch)
 
 
 def run(ctx: Iris, size: int) -> None:
@@ -54,15 +54,16 @@ def run(ctx: Iris, size: int) -> None:
     c = ctx.zeros(size, size, dtype=dtype)
     part, grid = c[rank * mine : (rank + 1) * mine], ((mine // BLOCK) * (size // BLOCK),)
     peers = [(rank + hop) % world for hop in range(1, world)]
-    rows = [part[i : i + BLOCK] for i in range(0, mine, BLOCK)]
-    plan = ctx.triggered([[Send(row, peer) for peer in peers] for row in rows])
+    batch = max(mine // BATCHES // BLOCK, 1) * BLOCK  # rows
+    batches = [part[i : i + batch] for i in range(0, mine, batch)]
+    plan = ctx.triggered([[Send(rows, peer) for peer in peers] for rows in batches])
 
     def wait_for_gpu() -> None:
         if ON_GPU:
             torch.cuda.synchronize()
 
     def sequential() -> None:
-        multiply[grid](a, b, part, plan.device, 0, mine, size, size, PUBLISH=False, BLOCK=BLOCK)
+        multiply[grid](a, b, part, plan.device, 0, mine, size, size, batch, PUBLISH=False, BLOCK=BLOCK)
         wait_for_gpu()
         for peer in peers:
             ctx.put(part, peer, async_op=True)
@@ -71,7 +72,7 @@ def run(ctx: Iris, size: int) -> None:
 
     def overlapped() -> None:
         epoch = plan.arm()
-        multiply[grid](a, b, part, plan.device, epoch, mine, size, size, PUBLISH=True, BLOCK=BLOCK)
+        multiply[grid](a, b, part, plan.device, epoch, mine, size, size, batch, PUBLISH=True, BLOCK=BLOCK)
         plan.wait()
         wait_for_gpu()
         ctx.barrier()

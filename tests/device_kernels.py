@@ -24,6 +24,7 @@ def run(kernel, *arguments, **constants):
     """Run a kernel until it has ended: in the interpreter, or compiled where its tensors are on a GPU."""
     if not any(isinstance(argument, torch.Tensor) and argument.is_cuda for argument in arguments):
         return interpret(InterpretedFunction(kernel), *arguments, **constants)
+    torch.cuda.set_device(next(a.device for a in arguments if isinstance(a, torch.Tensor) and a.is_cuda))
     torch.cuda.synchronize()
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):

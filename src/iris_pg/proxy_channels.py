@@ -42,9 +42,8 @@ class Cuda:
     def stream(self) -> Stream:
         """Return a stream of its own."""
         with torch.cuda.device(self.device):
-            for width_bytes in (4, 8):  # what signals need is compiled and loaded now, when nothing waits for it
-                self._launcher(self.device, "ADD", width_bytes)
-            return self._proxy.ProxyStream(self.device, self._launcher)
+            launchers = {width_bytes: self._launcher(self.device, width_bytes) for width_bytes in (4, 8)}
+            return self._proxy.ProxyStream(self.device, launchers)
 
     def register(self, address: int, nbytes: int) -> Any:
         """Let the GPU see memory of the host."""

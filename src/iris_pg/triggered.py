@@ -8,8 +8,9 @@ by batch, while it goes on computing. Peers see each batch arrive.
     kernel[grid](..., plan.device, epoch)    # publish(plan, batch, producers, epoch) when a batch is written
     plan.wait()                              # all is sent, and all that peers send has arrived
 
-For each batch and peer a queue holds: poll until the batch's gate is at least the epoch | copy ... | add 1 to the
-peer's arrival flag. Epochs count from 1, and nothing is ever reset.
+For each batch and peer a queue holds: poll until the batch's gate is at least the epoch | copy ... | raise the peer's
+arrival flag to the epoch. Epochs count from 1, and nothing is ever reset. On a GPU none of it takes a multiprocessor,
+so kernels may fill the GPU while they wait for batches.
 
 A plan that is armed has its channel to the ranks it sends to for itself: what came behind it would wait for its gates.
 So putting there, or arming another plan, is an error until it has ended.
@@ -27,7 +28,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from iris_pg.copy_engine.calls import Call, Increase, Poll
+from iris_pg.copy_engine.calls import Call, Count, Poll
 from iris_pg.errors import ArgumentError, ClosedError, DeadlineError, IrisError, MismatchError, PeerLostError, where
 from iris_pg.memory.heap import address_of
 
@@ -138,7 +139,7 @@ class TriggeredPlan:
                 for peer, calls in copies.items():
                     arrived = address_of(self._arrived[batch, self._ctx.cur_rank])
                     there = self._ctx.heap.translate(arrived, self._ctx.cur_rank, peer)
-                    armed = [Poll(gate, self.epoch), *calls, Increase(there, 1, 64)]
+                    armed = [Poll(gate, self.epoch), *calls, Count(there, self.epoch)]
                     self._ctx._engine("triggered", peer).submit("triggered", peer, self._channel, armed, False)
         except IrisError:
             self._end(State.FAILED)
@@ -156,11 +157,11 @@ class TriggeredPlan:
                 f"triggered: publish({batch}) of a plan of {len(self._copies)} batches that is {self.state.value} "
                 f"{self._where()}"
             )
-        self._open(batch)
+        self._open([batch])
 
     def arrived(self, batch: int) -> bool:
         """Return whether all that this rank is sent in a batch of this epoch is there."""
-        flags = self._read(self._arrived[batch, :, 0])
+        flags = self._read(self._arrived)[batch, :, 0].tolist()
         return all(flags[sender] >= self.epoch for sender in self._senders[batch])
 
     def wait(self, timeout_s: float | None = None) -> None:
@@ -229,7 +230,7 @@ class TriggeredPlan:
         for peer in self.peers:
             armed = [copies[peer] for copies in self._copies if peer in copies]
             nbytes = sum(len(packet) for calls in armed for call in calls for packet in call.packets())
-            nbytes += len(armed) * (24 + 32)
+            nbytes += len(armed) * (24 + 16)  # a poll and a fence
             if nbytes > _MOST_BYTES:
                 raise ArgumentError(
                     f"triggered: {nbytes} bytes of packets to rank {peer}; at most {_MOST_BYTES}, half a ring, are "
@@ -238,26 +239,33 @@ class TriggeredPlan:
 
     def _missing(self) -> str:
         """Return in words what this epoch waits for, or nothing."""
-        gates, arrived = self._read(self._gates[:, 0]), self._read(self._arrived[:, :, 0])
+        gates, arrived = self._read(self._gates)[:, 0].tolist(), self._read(self._arrived)[:, :, 0].tolist()
         closed = [b for b, copies in enumerate(self._copies) if copies and gates[b] < self.epoch]
         late = sorted({r for b, ranks in enumerate(self._senders) for r in ranks if arrived[b][r] < self.epoch})
         said = [f"batches {closed} were not published on this rank"] if closed else []
         return " and ".join([*said, f"batches of ranks {late} have not arrived"] if late else said)
 
     def _release(self) -> None:
-        self._open(slice(None))
+        self._open(range(len(self._copies)))
 
-    # On a GPU beside the streams of the user, whose kernels may wait for just this.
+    # On a GPU beside the streams of the user, whose kernels may wait for just this, and without a kernel, for which
+    # there may be no room.
 
-    def _open(self, batches: int | slice) -> None:
-        with torch.cuda.stream(self._side):
-            self._gates[batches, 0] = self.epoch
+    def _open(self, batches: Sequence[int]) -> None:
+        for batch in batches:
+            if self._side is None:
+                self._gates[batch, 0] = self.epoch
+            else:
+                from iris_pg.platforms.gpu import platform as gpu
+
+                gpu.write(gpu.stream_handle(self._side.cuda_stream), address_of(self._gates[batch]), self.epoch)
         if self._side:
             self._side.synchronize()
 
-    def _read(self, flags: torch.Tensor) -> list[Any]:
+    def _read(self, flags: torch.Tensor) -> torch.Tensor:
+        """Return all words of flags on the host: of a part a kernel would have to make a copy first."""
         with torch.cuda.stream(self._side):
-            return flags.tolist()
+            return flags.cpu()
 
     def _end(self, state: State) -> None:
         self.state = state

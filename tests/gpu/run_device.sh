@@ -15,13 +15,19 @@ part() {
 part moves -k "moves or atomics or gluon"
 part engine -k "puts or gives_up or triggered"
 part others -k "signals or adds or context or gathers"
+run() {
+  timeout --kill-after 5 "$1" python3 -m torch.distributed.run --nproc-per-node 2 --master-port "$2" "${@:3}" 2>&1 |
+    grep -vi warn | tail -14
+}
+run 60 29511 examples/two_languages.py >"$out/two_languages.txt" &
 wait
+echo "== two_languages: $(tr '\n' ' ' <"$out/two_languages.txt")"
 for log in "$out"/*.log; do
   echo "== $(basename "$log" .log): $(grep -E 'passed|failed|no tests' "$log" | tail -1)"
   grep -E "^E  .*(Error|assert|holds|busy|wrong|died)|^FAILED" "$log" | cut -c1-400 | awk '!seen[$0]++' | head -14
 done
-for script in tests/gpu/measure_proxy.py examples/two_languages.py "examples/gemm_send.py 8192" "examples/gather_gemm.py 8192"; do
+for script in tests/gpu/measure_proxy.py "examples/gemm_send.py 8192" "examples/gather_gemm.py 8192"; do
   echo "== $script"
-  timeout --kill-after 5 60 python3 -m torch.distributed.run --standalone --nproc-per-node 2 $script 2>&1 |
-    grep -vi warn | tail -14
+  # shellcheck disable=SC2086
+  run 30 29512 $script
 done

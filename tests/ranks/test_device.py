@@ -108,7 +108,8 @@ def moves_everything(rank, world):
     with context() as ctx:
         bases = ctx.get_heap_bases()
         to, frm = (rank + 1) % world, (rank - 1) % world
-        for i, dtype in enumerate(TYPES):
+        types = list(enumerate(TYPES))
+        for i, dtype in types if world == 2 or k.FULL else types[world - 3 :: world]:
             kind = MASKS[i % len(MASKS)]
             keep, theirs = mask(kind, rank).bool(), mask(kind, frm).bool()
             source, inbox = ctx.empty(SIZE, dtype=dtype), ctx.zeros(2 * SIZE, dtype=dtype)
@@ -223,7 +224,7 @@ def puts_blocks(rank, world):
             ctx.barrier()
 
 
-@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("world", [2, 4] if k.FULL else [2])
 def test_put_of_a_block_through_the_copy_engine(ranks, world):
     ranks(world).run(puts_blocks)
 
@@ -373,7 +374,7 @@ def gives_up(rank, world):
     from iris_pg.errors import ClosedError, QueueError
     from iris_pg.platforms.atomics import atomics
 
-    with context(IRIS_PG_TIMEOUT="0.5") as ctx:
+    with context(IRIS_PG_TIMEOUT="3") as ctx:
         engine, bases = ctx.get_copy_engine_ctx(), ctx.get_heap_bases()
         landed, flag = local(1, torch.int32), ctx.zeros(1, dtype=torch.int32)
         if by_proxy:  # a producer that died before it committed
@@ -419,7 +420,7 @@ def uses_a_context(rank, world):
         assert words.tolist() == [5 + v, 5 - v, v, 5 ^ v, 5 & v, 5 | v, min(5, v), max(5, v), v, 5 + v, v]
 
 
-@pytest.mark.parametrize("world", [1, 2, 4])
+@pytest.mark.parametrize("world", [1, 2, 4] if k.FULL else [2])
 def test_a_device_context(ranks, world):
     ranks(world).run(uses_a_context)
 
@@ -460,7 +461,7 @@ def gathers(rank, world, languages=("triton",)):
         ctx.barrier()
 
 
-@pytest.mark.parametrize("world", [1, 2, 4])
+@pytest.mark.parametrize("world", [1, 2, 4] if k.FULL else [1, 4])
 def test_an_all_gather_driven_by_a_kernel(ranks, world):
     ranks(world).run(gathers)
 

@@ -73,7 +73,7 @@ def lets_batches_go(rank, world):
         plan = ctx.triggered(sends(ctx, source, inbox))
         digests = [ctx.broadcast(plan.digest, r) for r in range(world)]
         assert len(set(digests)) == 1
-        for epoch in range(1, 6):
+        for epoch in range(1, 4):
             ctx.barrier()  # what is sent now overwrites what peers have read
             assert plan.arm() == epoch
             result = torch.zeros(world, BATCHES, N, dtype=torch.int64, device=device)
@@ -89,7 +89,7 @@ def lets_batches_go(rank, world):
         plan.close()
 
 
-@pytest.mark.parametrize("world", [1, 2, 4])
+@pytest.mark.parametrize("world", [1, 2, 4] if k.FULL else [2, 4])
 def test_a_kernel_lets_batches_go(ranks, world):
     ranks(world).run(lets_batches_go)
 
@@ -148,7 +148,7 @@ def keeps_order(rank, world):
         ):
             ctx.triggered([[Send(torch.zeros(4) if rank else b, peer)]])
         with pytest.raises(ArgumentError, match="at most 524288, half a ring, are armed at once"):
-            ctx.triggered([[Send(a, peer, b)]] * 7000)
+            ctx.triggered([[Send(a, peer, b)]] * 8000)
 
 
 def test_plans_that_share_a_queue_keep_their_order(ranks):

@@ -301,3 +301,53 @@ def test_packets_are_those_of_the_generation(gpu):
     assert hex(header) in code or str(header) in re.findall(r"\b\d+\b", code)
     poll = sdma.POLL_HEADER.value
     assert hex(poll & 0xFFFFFFFF) in code or str(poll) in code
+
+
+def test_tiles_are_moved_by_the_bulk_copy_unit():
+    """TMA on Hopper, TDM on gfx1250: no lane loads or stores a tile; what was stored is awaited before the flag."""
+    from iris_pg.device import tile_gather
+
+    TYPES.update(output="*i32", input="*i32", n_rows="i32", flags="*i64", rounds="*i64", dead="*i32", bases="*u64")
+    types = TYPES | dict(ctx="*u64", rank="i32")
+    for kernel, gpu in ((tile_gather.gather_by_tma, "sm_90"), (tile_gather.gather_by_tdm, "gfx1250")):
+        if gpu == "gfx1250" and VERSION < (3, 7):
+            continue
+        signature = {name: types.get(name, "constexpr") for name in kernel.arg_names}
+        aligned = {(i,): [["tt.divisibility", 16]] for i in (0, 1)}
+        asm = triton.compile(GluonASTSource(kernel, signature, dict(world=2), aligned), target=GPUS[gpu]).asm
+        code = asm["ptx"] if gpu == "sm_90" else asm["amdgcn"]
+        check_no_spills(gpu, code)
+        if gpu == "sm_90":
+            assert "cp.async.bulk.tensor.2d.shared" in code and "cp.async.bulk.tensor.2d.global.shared" in code
+            awaited = code.index("cp.async.bulk.wait_group 0;")
+            assert awaited < code.rindex("atom.global.sys.release.add") or awaited < code.rindex(".release.")
+            assert "st.global.v4" not in code and "ld.global.v4" not in code
+        else:
+            assert "tensor_load_to_lds" in code and "tensor_store_from_lds" in code and "s_wait_tensorcnt 0x0" in code
+
+
+@pytest.mark.parametrize("gpu", GPUS if FULL else ["sm_90", "gfx942"])
+def test_kernels_of_collectives_and_plans_compile(gpu):
+    """The all-gather in both languages, what plans call, and the proxy's atomics."""
+    import device_kernels
+    from iris_pg.device import word
+    from iris_pg.device.all_gather import all_gather
+    from iris_pg.device.all_gather_gluon import all_gather_in_gluon
+
+    types = dict(output="i64", input="i64", nbytes="i64", flags="*i64", rounds="*i64", dead="*i32", bases="*u64")
+    types |= dict(ctx="*u64", rank="i32", world="i32", PROGRAMS="constexpr")
+    for source in (ASTSource, GluonASTSource):
+        kernel = all_gather if source is ASTSource else all_gather_in_gluon
+        triton.compile(source(kernel, types, dict(PROGRAMS=1)), target=GPUS[gpu])
+    plan = dict(plan="*i64", engine="*u64", source="*i64", inbox="*i64", result="*i64", epoch="i32", rank="i32")
+    plan |= dict(world="i32", BATCHES="constexpr", N="constexpr")
+    asm = triton.compile(
+        ASTSource(triton.jit(device_kernels.computes), plan, dict(BATCHES=3, N=64)), target=GPUS[gpu]
+    ).asm
+    if gpu == "sm_90":
+        assert "atom.global.sys.release.exch" in asm["ptx"] and "atom.global.sys.acq_rel.add" in asm["ptx"]
+    for width_bytes in (4, 8):
+        asm = triton.compile(ASTSource(**word.source_of(width_bytes)), target=GPUS[gpu], options=dict(num_warps=1)).asm
+        if gpu == "sm_90":
+            atomics = re.findall(r"\batom\.[\w.]+", asm["ptx"])
+            assert len(atomics) == 11 and all(".sys." in a for a in atomics), atomics

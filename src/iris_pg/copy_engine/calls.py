@@ -66,7 +66,20 @@ class Increase(NamedTuple):
         return [packets.atomic(self.flag, packets.AtomicOp.ADD, self.value, width_bytes=self.bits // 8)]
 
 
-Call: TypeAlias = Linear | Tile | Poll | Increase
+class Count(NamedTuple):
+    """A flag that counts from 0 by 1, and that nobody else raises, becomes ``value``, after all that came before.
+    Unlike an addition a store needs no atomic operation, which streams have only as kernels.
+    """
+
+    flag: int
+    value: int
+
+    def packets(self) -> list[bytes]:
+        """Return the packets that do it."""
+        return [packets.fence(self.flag, self.value)]
+
+
+Call: TypeAlias = Linear | Tile | Poll | Increase | Count
 
 
 # Programs -------------------------------------------------------------------------------------------------------------
@@ -214,6 +227,8 @@ def invocations(calls: Iterable[Call], scratch: int) -> Iterator[Invocation]:
                 yield from map(_put, _split(call))
             case Increase(flag, value, bits):
                 yield Invocation("signal", dict(flag_ptr=flag, value=value, flag_bits=bits), ATOMIC_BYTES)
+            case Count(flag):  # the library's host calls only add
+                yield Invocation("signal", dict(flag_ptr=flag, value=1, flag_bits=32), ATOMIC_BYTES)
             case Tile():
                 yield _put_tile(call)
     if waits is not None:
@@ -252,6 +267,7 @@ def _put_tile(tile: Tile) -> Invocation:
 __all__ = [
     "EMPTY",
     "Call",
+    "Count",
     "Increase",
     "Invocation",
     "Linear",

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
-from iris_pg.copy_engine.calls import Call, Increase, Linear, Poll
+from iris_pg.copy_engine.calls import Call, Count, Increase, Linear, Poll
 from iris_pg.copy_engine.channels import CHANNELS
 from iris_pg.copy_engine.increase import increase
 from iris_pg.errors import ArgumentError, ClosedError, DeadlineError, IrisError, UnsupportedError, where
@@ -146,6 +146,8 @@ class StreamChannels:
             return gpu.copy(call.dst, call.src, call.nbytes)
         if isinstance(call, Increase):
             return increase(self._device, call.flag, call.value, call.bits)
+        if isinstance(call, Count):
+            return functools.partial(gpu.write, address=call.flag, value=call.value)
         assert not isinstance(call, Poll)  # one comes first, and nowhere else
         pitches = call.dst_pitch_bytes, call.src_pitch_bytes
         return gpu.copy_2d(call.dst, call.src, call.width_bytes, call.rows, *pitches)

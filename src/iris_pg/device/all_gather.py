@@ -3,8 +3,8 @@ kernel moves no bytes itself. One source for Triton and for Gluon.
 
 The output lies in the symmetric heap. A rank first says to each peer that its own output may be written, and a program
 puts only when its peer has said so; then it awaits what the peer puts here. Both flags are counters, int64
-[2, world (the writer), 8] in the heap, raised by atomics; how many gathers there were lies in the rank's own memory and
-is counted in the kernel, so a captured launch is right on every replay.
+[2, world (the writer), 8] in the heap; how many gathers there were lies in the rank's own memory and is counted in the
+kernel, so a captured launch is right on every replay. The engine raises a flag by a store of 32 bits.
 """
 
 # mypy: ignore-errors
@@ -58,7 +58,7 @@ def all_gather(output, input, nbytes, flags, rounds, dead, bases, ctx, rank, wor
             distance = tl.load(bases + peer).to(tl.int64) - tl.load(bases + rank).to(tl.int64)
             sdma.copy_linear(ctx, peer, output + rank * nbytes + distance, input, nbytes)
             there = translate(arrived + rank * LINE, rank, peer, bases)
-            sdma.atomic(ctx, peer, there.to(tl.int64), sdma.ADD, 1, 0, True)
+            sdma.fence(ctx, peer, there.to(tl.int64), round_)  # one writer: a store will do
     for k in range(1 + program, world, PROGRAMS):
         peer = (rank + k) % world
         if is_alive:

@@ -407,7 +407,7 @@ def await_flag(copy_engine_ctx, from_rank, flag, value):
     queue to that rank, which is then dead. What the flag stands for may be read.
 
     Args:
-        flag: pointer to int64, which is raised by atomics.
+        flag: pointer to int64, which only grows.
     """
     cached = word(copy_engine_ctx, from_rank, CACHED)
     line = word(copy_engine_ctx, from_rank, COMMITTED)

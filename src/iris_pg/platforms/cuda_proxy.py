@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import weakref
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -18,12 +19,12 @@ class ProxyStream:
 
     Args:
         device: a CUDA device.
-        atomics: (operation, width in bytes) -> what launches a kernel that does it.
+        launchers: width of a word in bytes -> what launches an atomic operation.
     """
 
-    def __init__(self, device: torch.device, launcher: Any) -> None:
+    def __init__(self, device: torch.device, launchers: Mapping[int, Any]) -> None:
         self._driver = cuda._driver()
-        self._launcher, self._device = launcher, device
+        self._launchers = launchers
         self._torch = torch.cuda.Stream(device, priority=-8)  # torch takes the nearest that there is
         self._stream = cuda.stream_handle(self._torch.cuda_stream)
         self._beside = torch.cuda.Stream(device, priority=-8)
@@ -55,10 +56,9 @@ class ProxyStream:
             UnsupportedError: there is no such operation.
         """
         try:
-            launch = self._launcher(self._device, op, width_bytes)
+            self._launchers[width_bytes](op, address, operand, compare, self._torch.cuda_stream)
         except ValueError as error:
             raise UnsupportedError(f"a stream has no atomic {op}: {error}") from None
-        launch(address, operand, compare, self._torch.cuda_stream)
 
     def read(self, address: int) -> int:
         """Return a 32-bit word of the GPU's memory as it is now."""
