@@ -301,7 +301,7 @@ class IrisProcessGroup(Reductions, Exchanges, Rooted, Messages, dist.ProcessGrou
         if self._rank not in members:
             return None
         part = f"split/{self._splits}/{'_'.join(map(str, members))}"
-        group = IrisProcessGroup(
+        group = self._subgroup(
             dist.PrefixStore(part, self._store),
             members.index(self._rank),
             len(members),
@@ -314,6 +314,9 @@ class IrisProcessGroup(Reductions, Exchanges, Rooted, Messages, dist.ProcessGrou
         if self._bound_device:
             group.eager_connect_single_device(self._bound_device)
         return group
+
+    def _subgroup(self, *arguments: Any) -> IrisProcessGroup:
+        return IrisProcessGroup(*arguments)  # some ranks of one host are on one host
 
     splitGroup = split_group  # noqa: N815 (torch's name)
 
@@ -361,6 +364,10 @@ class IrisProcessGroup(Reductions, Exchanges, Rooted, Messages, dist.ProcessGrou
         """As :meth:`shutdown`, and do not wait for operations on CUDA tensors that are under way: release them."""
         self._close("abort", 0.0)
 
+    def _explained(self) -> str:
+        device = self._device_transport
+        return "\n".join([self.transport.explain(), *([device.explain()] if device else [])])
+
     def _close(self, why: str, patience_s: float | None) -> None:
         if self._device_transport:
             self._device_transport.close(why, patience_s)
@@ -383,8 +390,7 @@ def explain(group: dist.ProcessGroup | None = None) -> str:
             f"explain: {type(group).__name__} is not a group of backend iris; make one with "
             'init_process_group("iris") or new_group(backend="iris")'
         )
-    device = group._device_transport
-    return "\n".join([group.transport.explain(), *([device.explain()] if device else [])])
+    return group._explained()
 
 
 def create(dist_opts: Any, options: Any) -> IrisProcessGroup:
@@ -398,7 +404,7 @@ def create(dist_opts: Any, options: Any) -> IrisProcessGroup:
     world = dist_opts.group_size
     if options is None and dist_opts.global_ranks_in_group:
         options = _options_of_default_group()
-    return IrisProcessGroup(
+    return make(
         dist_opts.store,
         dist_opts.group_rank,
         world,
@@ -407,6 +413,31 @@ def create(dist_opts: Any, options: Any) -> IrisProcessGroup:
         dist_opts.group_id,
         options,
     )
+
+
+def make(
+    store: dist.Store,
+    rank: int,
+    world: int,
+    timeout: datetime.timedelta,
+    global_ranks: Sequence[int],
+    name: str,
+    options: Options | None = None,
+) -> IrisProcessGroup:
+    """Make a group of ranks on one host or on several, as they find out. Arguments as :class:`IrisProcessGroup`."""
+    from iris_pg.multinode.discovery import discover  # which builds on this module
+
+    options = options or Options()
+    if world == 1:
+        return IrisProcessGroup(store, rank, world, timeout, global_ranks, name, options)
+    timeout_s = options.timeout_s or timeout.total_seconds()
+    agreed = dict(inter_host=options.inter_host)
+    found = discover(store, rank, world, group=name, timeout_s=timeout_s, host=options.host, agreed=agreed)
+    if found.hosts.count == 1:
+        return IrisProcessGroup(store, rank, world, timeout, global_ranks, name, options)
+    from iris_pg.multinode.group import HierarchicalProcessGroup
+
+    return HierarchicalProcessGroup(store, rank, world, timeout, global_ranks, name, options, found)
 
 
 def _options_of_default_group() -> Options | None:

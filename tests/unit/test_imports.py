@@ -37,6 +37,7 @@ LAYERS = {
     "mail": 7,
     "process_group": 7,
     "monitored": 7,
+    "multinode": 7,
     "transport": 7,
     "device_page": 7,
     "device_queues": 7,
