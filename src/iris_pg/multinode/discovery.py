@@ -96,8 +96,11 @@ def _discover(
                 return _read(said, place)
         elif store.check(["hosts/all"]):
             said = json.loads(store.get("hosts/all"))
-            if said["number"] == number:
+            if said["number"] == number and rank not in said.get("missing", []):
                 return _read(said, place)
+            if said["number"] == number:  # the others have given up on this rank before it came, and may try again
+                number = store.add(counter, 1)
+                continue
         if rank and store.check(["hosts/number"]) and (ahead := int(store.get("hosts/number"))) > number:
             number = store.add(counter, ahead - number)
             continue
@@ -136,6 +139,7 @@ def _verdict(cards: Mapping[int, dict[str, Any]], missing: list[int], world: int
         names = ", ".join(map(str, missing[:_SHOWN])) + (", ..." if len(missing) > _SHOWN else "")
         return dict(
             error="late",
+            missing=missing,
             text=f"rank{'s' if len(missing) > 1 else ''} {names} did not start within {timeout_s:g} s; every rank of "
             "the group must create it; raise timeout= if they need longer",
         )

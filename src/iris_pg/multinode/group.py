@@ -35,6 +35,7 @@ from iris_pg.errors import (
     where,
 )
 from iris_pg.memory.heap import SymmetricHeap
+from iris_pg.memory.pool import TensorPool
 from iris_pg.monitored import MonitoredBarriers
 from iris_pg.multinode import moves
 from iris_pg.multinode.discovery import Discovered
@@ -133,6 +134,11 @@ class HierarchicalProcessGroup(process_group.IrisProcessGroup):
     def heap(self) -> SymmetricHeap:
         """The symmetric heap of this host's ranks. Tensors in it are as good as any other, and no better."""
         return self.local.heap
+
+    @property
+    def pool(self) -> TensorPool:  # type: ignore[override]
+        """The tensors of :meth:`allocate_tensor`."""
+        return self.local.pool
 
     def heap_on(self, device: torch.device | str) -> SymmetricHeap:
         """Return the symmetric heap of this host's ranks on a device; see :meth:`IrisProcessGroup.heap_on`."""
