@@ -466,4 +466,4 @@ def test_plans_of_512_ranks_fit_together_and_reach_few_peers():
         for plan in (gathers[p], reduces[p]):
             exchanges = [step for step in plan.steps if isinstance(step, Exchange)]
             peers = {peer for step in exchanges for peer, _ in (*step.sends, *step.receives)}
-            assert len(peers) == hosts.count - 1  # connections of a rank: one for each other host
+            assert peers == set(hosts.peers(p)) and len(peers) == hosts.count - 1  # connections: one to each other host

@@ -57,6 +57,13 @@ class Hosts:
         size = len(self.members[host])
         return [[rank for ranks in self.members for rank in ranks[index::size]] for index in range(size)]
 
+    def peers(self, rank: int) -> list[int]:
+        """Return the ranks of other hosts that a rank of theirs is the counterpart of, or that are its counterparts."""
+        host, index = self.places[rank]
+        far = {self.counterpart(other, index) for other in self.others(host)}
+        far |= {peer for peer in self.lanes(host)[index] if self.places[peer][0] != host}
+        return sorted(far, key=lambda peer: ((self.places[peer][0] - host) % self.count, peer))
+
     def others(self, host: int) -> list[int]:
         """Return the other hosts, in the order in which ``host`` turns to them: all turn to different ones at first."""
         return [(host + k) % self.count for k in range(1, self.count)]

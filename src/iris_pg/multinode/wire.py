@@ -1,8 +1,8 @@
 """What carries bytes between hosts: an existing engine, Gloo for CPU tensors and NCCL for CUDA tensors.
 
 Each engine is one context of all ranks of the group, which connects two ranks when they first have something for each
-other. So a rank has connections to its counterparts alone, one for each other host, as long as nobody calls an
-operation that is between any two ranks. Every rank has an engine of its own, and Gloo's takes the network interface
+other; those to its counterparts, one for each other host, when the group is made, so that a host that dies is noticed
+from the first operation on. Every rank has an engine of its own, and Gloo's takes the network interface
 that is its rank's turn among those in ``GLOO_SOCKET_IFNAME``, so all network cards of a host work.
 """
 
@@ -24,8 +24,12 @@ from iris_pg.multinode.hosts import Hosts
 Tensor = torch.Tensor
 Parts = Sequence[tuple[int, Tensor]]
 
-LARGEST_TAG = (1 << 30) - 1
+LARGEST_TAG = (1 << 30) - 2
 """Of a message between users; tags of Gloo have 31 bits, of which one tells messages from operations."""
+
+_NEVER = 2 * (LARGEST_TAG + 1)  # a tag that nobody sends with
+_AT_ONCE = datetime.timedelta(milliseconds=1)
+_ATTEMPTS = 5  # of Gloo to connect to a rank, each as long as its context's timeout
 
 
 def tag_of(key: Any) -> int:
@@ -78,10 +82,23 @@ class GlooWire:
         self.hosts, self.rank, self.group, self.timeout_s = hosts, rank, group, timeout_s
         self.sent_bytes = 0
         options = dist.ProcessGroupGloo._Options()
-        options._timeout = datetime.timedelta(seconds=timeout_s)
+        options._timeout = datetime.timedelta(seconds=max(timeout_s / _ATTEMPTS, 0.001))  # of connecting alone
         options._threads = 1  # it is given messages alone, which have no use for more
         options._devices = [self._device(hosts.places[rank][1])]
         self._gloo: Any = dist.ProcessGroupGloo(store, rank, hosts.world, options)
+        self._connected = hosts.peers(rank)
+        try:
+            self._connect()
+        except BaseException:
+            self.close()
+            raise
+
+    def _connect(self) -> None:
+        token, tokens = torch.zeros(1, dtype=torch.uint8), torch.zeros(len(self._connected), dtype=torch.uint8)
+        receives = [(peer, tokens[k : k + 1]) for k, peer in enumerate(self._connected)]
+        pending = self.exchange([(peer, token) for peer in self._connected], receives, tag_of("connect"))
+        pending.wait(time.monotonic() + self.timeout_s)
+        self.sent_bytes = 0
 
     @staticmethod
     def _device(index: int) -> Any:
@@ -148,8 +165,14 @@ class GlooWire:
     def close(self) -> None:
         """See :class:`Wire`."""
         gloo, self._gloo = self._gloo, None
-        if gloo is not None:
-            gloo.abort()
+        if gloo is None:
+            return
+        # Gloo has no call that ends what others wait for, in this process or elsewhere, and closes its connections only
+        # when nobody uses it any more. But a receive that is late makes it close all of them at once.
+        try:
+            gloo.recv([torch.empty(1, dtype=torch.uint8)], self._connected[0], _NEVER).wait(_AT_ONCE)
+        except RuntimeError:
+            pass
 
 
 class _GlooPending:
