@@ -101,7 +101,9 @@ def all_reduce(hosts: Hosts, rank: int, name: str, op: str, dtype: str, source: 
     plan, e, (host, index) = Plan(), _Elements(op, dtype, hosts.world), hosts.places[rank]
     size, others = len(hosts.members[host]), hosts.others(host)
     pieces: list[list[list[Step]]] = []
-    numel, step = source.nbytes // e.size, PIECE_BYTES // e.wide_size
+    # With many hosts pieces are larger, so that what each exchanges with each is not too small.
+    least = AT_ONCE_BYTES * hosts.count * max(map(len, hosts.members))
+    numel, step = source.nbytes // e.size, max(PIECE_BYTES, least) // e.wide_size
     for c, first in enumerate(range(0, numel, step)):
         shards, turn = _Shards(hosts, min(step, numel - first)), c % 3
         operand = source.part(first * e.size, shards.numel * e.size)
