@@ -49,14 +49,14 @@ from iris_pg.multinode.worker import Worker
 from iris_pg.operations import front
 from iris_pg.operations.base import copy, dense, is_asynchronous, room
 from iris_pg.options import Options
+from iris_pg.transport import BARRIER
+from iris_pg.watch import Key, text_of
 from iris_pg.work import IrisWork
 
 Tensor = torch.Tensor
 
 _MOST_PLANS = 256  # that are kept, the latest used
 _GRACE_S = 3.0  # a rank that waits for its own host waits longer than one that waits for another, which knows more
-
-Key = tuple[Any, ...]
 
 
 @front.install
@@ -207,7 +207,7 @@ class HierarchicalProcessGroup(process_group.IrisProcessGroup):
             try:
                 self._executor.run(plan, key, places, device, wire)
             except BaseException as error:
-                raise self._fail(error, str(key[0]), number) from error
+                raise self._fail(error, key, number) from error
             if after and device.type != "cpu":
                 after()
 
@@ -267,10 +267,10 @@ class HierarchicalProcessGroup(process_group.IrisProcessGroup):
             self._check_open()
             try:
                 self.local.transport.barrier()
-                self._executor.run(self._barrier_plan, ("barrier",), {}, torch.device("cpu"), self._wires["cpu"])
+                self._executor.run(self._barrier_plan, BARRIER, {}, torch.device("cpu"), self._wires["cpu"])
                 self.local.transport.barrier()
             except BaseException as error:
-                raise self._fail(error, "barrier", number) from error
+                raise self._fail(error, BARRIER, number) from error
 
         if not is_asynchronous(opts):
             self._worker.run(job)
@@ -333,18 +333,17 @@ class HierarchicalProcessGroup(process_group.IrisProcessGroup):
         sends, receives = ([(peer, data)], []) if op == "send" else ([], [(peer, data)])
         if not data.numel():
             return self._coalesced(IrisWork(outputs))
-        self._sequence += 1
-        number = self._sequence
+        key, number = (op, tensor.nbytes, "bytes, tag", tag), self._sequence
         try:
             pending = wire.exchange(sends, receives, 2 * tag)
         except BaseException as error:
-            raise self._fail(error, op, number) from error
+            raise self._fail(error, key, number) from error
 
         def finish() -> None:
             try:
                 pending.wait(time.monotonic() + wire.timeout_s)
             except BaseException as error:
-                raise self._fail(error, op, number) from error
+                raise self._fail(error, key, number) from error
             if after:
                 after()
 
@@ -372,8 +371,9 @@ class HierarchicalProcessGroup(process_group.IrisProcessGroup):
                 f"{failure} {self._place()}"
             )
 
-    def _fail(self, error: BaseException, op: str, number: int) -> BaseException:
+    def _fail(self, error: BaseException, key: Key, number: int) -> BaseException:
         """Return what the group fails with. The ranks of this host and of others are told, so none waits in vain."""
+        op, operation = str(key[0]), text_of(key)
         if self._failure:
             return self._failure
         if not isinstance(error, IrisError):
@@ -384,13 +384,13 @@ class HierarchicalProcessGroup(process_group.IrisProcessGroup):
         if "on host" not in text:
             ranks = ", ".join(map(str, self._host_ranks))
             text = f"on host {self.hosts.names[self._host]}, whose ranks 0, 1, ... are {ranks} of the group: {text}"
-        first = self._failures.first(self._rank, text, op, number)
+        first = self._failures.first(self._rank, text, operation, number)
         kind: type[IrisError] = type(error) if type(error) in (DeadlineError, MismatchError) else PeerLostError
         if isinstance(error, ArgumentError | UnsupportedError):
             kind = type(error)
-        if first and (first["number"], first["operation"]) != (number, op) and kind is DeadlineError:
+        if first and first["number"] == number and first["operation"] != operation and kind is not MismatchError:
             kind = MismatchError
-            text = f"this rank is in {op} (operation {number}) and another: {text}"
+            text = f"this rank is in {operation} (operation {number}), and another in a different one: {text}"
         if first:
             text += (
                 f"; the first to fail was rank {first['rank']} on host {self.hosts.name_of(first['rank'])}, in "
