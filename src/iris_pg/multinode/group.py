@@ -333,7 +333,7 @@ class HierarchicalProcessGroup(process_group.IrisProcessGroup):
         sends, receives = ([(peer, data)], []) if op == "send" else ([], [(peer, data)])
         if not data.numel():
             return self._coalesced(IrisWork(outputs))
-        key, number = (op, tensor.nbytes, "bytes, tag", tag), self._sequence
+        key, number = (op, tensor.nbytes, "bytes, tag", tag), 0  # no number: messages are not in one order
         try:
             pending = wire.exchange(sends, receives, 2 * tag)
         except BaseException as error:
@@ -388,15 +388,15 @@ class HierarchicalProcessGroup(process_group.IrisProcessGroup):
         kind: type[IrisError] = type(error) if type(error) in (DeadlineError, MismatchError) else PeerLostError
         if isinstance(error, ArgumentError | UnsupportedError):
             kind = type(error)
-        if first and first["number"] == number and first["operation"] != operation and kind is not MismatchError:
+        if first and number and first["number"] == number and first["operation"] != operation and kind is not MismatchError:
             kind = MismatchError
             text = f"this rank is in {operation} (operation {number}), and another in a different one: {text}"
         if first:
             text += (
                 f"; the first to fail was rank {first['rank']} on host {self.hosts.name_of(first['rank'])}, in "
-                f"{first['operation']} (operation {first['number']}): {first['text']}"
+                f"{first['operation']}: {first['text']}"
             )
-        failure = kind(f"{op}: {text} {where(group=self._name, rank=self._rank, op=op, seq=number)}")
+        failure = kind(f"{op}: {text} {where(group=self._name, rank=self._rank, op=op, seq=number or None)}")
         self._failure = failure
         self._let_go(failure)
         return failure
