@@ -388,7 +388,8 @@ class HierarchicalProcessGroup(process_group.IrisProcessGroup):
         kind: type[IrisError] = type(error) if type(error) in (DeadlineError, MismatchError) else PeerLostError
         if isinstance(error, ArgumentError | UnsupportedError):
             kind = type(error)
-        if first and number and first["number"] == number and first["operation"] != operation and kind is not MismatchError:
+        is_other = first is not None and first["number"] == number and first["operation"] != operation
+        if is_other and number:
             kind = MismatchError
             text = f"this rank is in {operation} (operation {number}), and another in a different one: {text}"
         if first:

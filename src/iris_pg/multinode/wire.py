@@ -86,17 +86,17 @@ class GlooWire:
         options._threads = 1  # it is given messages alone, which have no use for more
         options._devices = [self._device(hosts.places[rank][1])]
         self._gloo: Any = dist.ProcessGroupGloo(store, rank, hosts.world, options)
-        self._connected = hosts.peers(rank)
+        self._reached: int | None = None  # a rank that there is a connection to
         try:
-            self._connect()
+            self._connect(hosts.peers(rank))
         except BaseException:
             self.close()
             raise
 
-    def _connect(self) -> None:
-        token, tokens = torch.zeros(1, dtype=torch.uint8), torch.zeros(len(self._connected), dtype=torch.uint8)
-        receives = [(peer, tokens[k : k + 1]) for k, peer in enumerate(self._connected)]
-        pending = self.exchange([(peer, token) for peer in self._connected], receives, tag_of("connect"))
+    def _connect(self, peers: Sequence[int]) -> None:
+        token, tokens = torch.zeros(1, dtype=torch.uint8), torch.zeros(len(peers), dtype=torch.uint8)
+        receives = [(peer, tokens[k : k + 1]) for k, peer in enumerate(peers)]
+        pending = self.exchange([(peer, token) for peer in peers], receives, tag_of("connect"))
         pending.wait(time.monotonic() + self.timeout_s)
         self.sent_bytes = 0
 
@@ -138,6 +138,7 @@ class GlooWire:
             work.wait(datetime.timedelta(seconds=left))
         except RuntimeError as error:
             raise self.failed(peer, error) from error
+        self._reached = peer
 
     def failed(self, peer: int, error: BaseException) -> IrisError:
         """Return the error for what Gloo says about a peer."""
@@ -165,12 +166,12 @@ class GlooWire:
     def close(self) -> None:
         """See :class:`Wire`."""
         gloo, self._gloo = self._gloo, None
-        if gloo is None:
+        if gloo is None or self._reached is None:
             return
         # Gloo has no call that ends what others wait for, in this process or elsewhere, and closes its connections only
         # when nobody uses it any more. But a receive that is late makes it close all of them at once.
         try:
-            gloo.recv([torch.empty(1, dtype=torch.uint8)], self._connected[0], _NEVER).wait(_AT_ONCE)
+            gloo.recv([torch.empty(1, dtype=torch.uint8)], self._reached, _NEVER).wait(_AT_ONCE)
         except RuntimeError:
             pass
 
