@@ -333,8 +333,10 @@ def is_aborted(rank, world):
         dist.barrier()
         if rank == 0:
             threading.Timer(0.3, group.abort).start()
-            return told(lambda: dist.all_reduce(torch.ones(10)))
-        time.sleep(0.6)
+            released = told(lambda: dist.all_reduce(torch.ones(10)))
+            rank_pool.current_store.set("released", "")
+            return released
+        rank_pool.current_store.wait(["released"], datetime.timedelta(seconds=40))
         return told(lambda: dist.all_reduce(torch.ones(10)))
 
 
