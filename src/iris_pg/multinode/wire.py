@@ -82,7 +82,7 @@ class GlooWire:
         self.hosts, self.rank, self.group, self.timeout_s = hosts, rank, group, timeout_s
         self.sent_bytes = 0
         options = dist.ProcessGroupGloo._Options()
-        options._timeout = datetime.timedelta(seconds=max(timeout_s / _ATTEMPTS, 0.001))  # of connecting alone
+        options._timeout = datetime.timedelta(seconds=timeout_s)
         options._threads = 1  # it is given messages alone, which have no use for more
         options._devices = [self._device(hosts.places[rank][1])]
         self._gloo: Any = dist.ProcessGroupGloo(store, rank, hosts.world, options)
@@ -99,6 +99,8 @@ class GlooWire:
         pending = self.exchange([(peer, token) for peer in peers], receives, tag_of("connect"))
         pending.wait(time.monotonic() + self.timeout_s)
         self.sent_bytes = 0
+        # From here on it is for connecting alone: other waits are given what is left of their deadline.
+        self._gloo._set_default_timeout(datetime.timedelta(seconds=max(self.timeout_s / _ATTEMPTS, 0.001)))
 
     @staticmethod
     def _device(index: int) -> Any:
