@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -44,10 +45,7 @@ def combine(op: str, into: Tensor, sources: Sequence[Tensor]) -> None:
 def combine_by_torch(op: str, into: Tensor, sources: Sequence[Tensor]) -> None:
     """As :func:`combine`, on the current stream of any device."""
     dtype = into.dtype
-    if dtype == torch.bool:
-        function = _OF_BOOL[op]
-    else:
-        function = _OPS[op]
+    function: Any = _OF_BOOL[op] if dtype == torch.bool else _OPS[op]
     lowest = 0
     if dtype in _SIGNED:  # torch lacks these operations of them; two's complement has the same bits
         into, *sources = (t.view(_SIGNED[dtype]) for t in (into, *sources))

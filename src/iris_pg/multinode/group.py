@@ -94,7 +94,8 @@ class HierarchicalProcessGroup(process_group.IrisProcessGroup):
         self._peers = [(rank + k) % world for k in range(1, world)]
         self._coalescing, self._splits, self._bound_device = None, 0, None
         self._device_transport = None
-        self._pid, self._sequence, self._failure = os.getpid(), 0, None
+        self._pid, self._sequence = os.getpid(), 0
+        self._failure: BaseException | None = None
         self._host, self._index = found.hosts.places[rank]
         self._plans: OrderedDict[Any, Plan] = OrderedDict()
         self._failures = Failures(store, found.token)

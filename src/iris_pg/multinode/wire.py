@@ -81,7 +81,8 @@ class GlooWire:
     def __init__(self, store: dist.Store, hosts: Hosts, rank: int, group: str, timeout_s: float) -> None:
         self.hosts, self.rank, self.group, self.timeout_s = hosts, rank, group, timeout_s
         self.sent_bytes = 0
-        options = dist.ProcessGroupGloo._Options()
+        gloo: Any = dist.ProcessGroupGloo  # torch's stubs lack some of it
+        options = gloo._Options()
         options._timeout = datetime.timedelta(seconds=timeout_s)
         options._threads = 1  # it is given messages alone, which have no use for more
         options._devices = [self._device(hosts.places[rank][1])]
@@ -114,9 +115,9 @@ class GlooWire:
         """See :class:`Wire`."""
         works: list[tuple[int, Any]] = []
         for peer, tensor in receives:
-            works.append((peer, self._begin(lambda gloo, p=peer, t=tensor: gloo.recv([t], p, tag), peer)))
+            works.append((peer, self._begin(lambda gloo, p=peer, t=tensor: gloo.recv([t], p, tag), peer)))  # type: ignore[misc]
         for peer, tensor in sends:
-            works.append((peer, self._begin(lambda gloo, p=peer, t=tensor: gloo.send([t], p, tag), peer)))
+            works.append((peer, self._begin(lambda gloo, p=peer, t=tensor: gloo.send([t], p, tag), peer)))  # type: ignore[misc]
             self.sent_bytes += tensor.nbytes
         return _GlooPending(self, works)
 
