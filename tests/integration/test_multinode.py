@@ -79,7 +79,7 @@ def test_torchrun_with_two_nodes(tmp_path, ranks_of_node):
     script.write_text(SUMS)
     said = run_nodes(str(script), ranks_of_node=ranks_of_node)
     world = sum(ranks_of_node)
-    assert len(re.findall(rf"rank \d: group .*: rank \d of {world}, on 2 hosts", said)) == world, said
+    assert said.count(f"of {world}, on 2 hosts") == world, said
 
 
 @pytest.mark.parametrize("script", ["train_ddp.py", "train_fsdp2.py"])
@@ -137,4 +137,4 @@ def test_two_network_namespaces_are_two_hosts(tmp_path):
             os.killpg(process.pid, signal.SIGKILL)
             process.wait()
     assert process.returncode == 0, said
-    assert len(re.findall(r"rank \d: group .*: rank \d of 4, on 2 hosts", said)) == 4, said
+    assert said.count("of 4, on 2 hosts") == 4, said
