@@ -18,7 +18,7 @@ from iris_pg.multinode import folds, moves
 from iris_pg.multinode.arithmetic import combine, combine_by_torch, finish
 from iris_pg.multinode.discovery import discover
 from iris_pg.multinode.hosts import Hosts
-from iris_pg.multinode.plan import Await, Combine, Copy, Exchange, Finish, Plan, Span, Widen, Within
+from iris_pg.multinode.plan import Await, Combine, Copy, Exchange, Expect, Finish, Plan, Span, Widen, Within
 from iris_pg.reduce_ops import DTYPES, wider
 
 LAYOUTS = ["ab", "abc", "aab", "baab", "aabbcc", "abbcccbc"]
@@ -73,7 +73,10 @@ class Ranks:
             if arriving:
                 return False
             del self.owed[rank][step.number]
+        elif isinstance(step, Expect):
+            self.spoil(rank, step.receives)
         elif isinstance(step, Exchange):
+            self.spoil(rank, step.receives)
             self.owed[rank][step.number] = deque(step.receives)
             for peer, span in step.sends:
                 assert self.hosts.places[peer][0] != self.hosts.places[rank][0]
@@ -91,6 +94,11 @@ class Ranks:
             )
         self.at[rank] += 1
         return True
+
+    def spoil(self, rank: int, receives) -> None:
+        """Write to what may be written to from now on, also while it is being sent or reduced."""
+        for _, span in receives:
+            self.bytes_at(rank, span).fill_(0xEE)
 
     def within(self, rank: int, step: Within) -> bool:
         """An operation of one host happens when all its ranks have come to it."""
@@ -161,6 +169,7 @@ def pieces(request, monkeypatch):
         monkeypatch.setattr(moves, "PACKED_BYTES", 0)
         monkeypatch.setattr(moves, "WHOLE_BYTES", 0)
         monkeypatch.setattr(folds, "PIECE_BYTES", 128)
+        monkeypatch.setattr(folds, "IN_PLACE_BYTES", 128)
         monkeypatch.setattr(folds, "AT_ONCE_BYTES", 0)
         monkeypatch.setattr(folds, "DIRECT_BYTES", 8)
 

@@ -61,7 +61,7 @@ def finish(into: Tensor, source: Tensor, divisor: int) -> None:
     if divisor == 1:
         into.copy_(source)
     elif source.dtype.is_floating_point or source.dtype.is_complex:
-        into.copy_(source / divisor)
+        torch.div(source, divisor, out=into) if into.dtype == source.dtype else into.copy_(source / divisor)
     elif source.dtype != torch.uint64:
         into.copy_(torch.div(source.long(), divisor, rounding_mode="trunc"))
     elif source.device.type == "cpu":

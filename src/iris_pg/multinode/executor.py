@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from iris_pg.multinode.arithmetic import combine, finish
-from iris_pg.multinode.plan import Await, Combine, Copy, Exchange, Finish, Plan, Span, Widen, Within
+from iris_pg.multinode.plan import Await, Combine, Copy, Exchange, Expect, Finish, Plan, Span, Widen, Within
 from iris_pg.multinode.wire import Pending, Wire, tag_of
 
 Tensor = torch.Tensor
@@ -48,8 +48,8 @@ class Executor:
                 memory[name] = _bytes_at(addresses[name], nbytes, device)
         places = {**addresses, **{name: memory[name].data_ptr() for name in plan.temporaries}}
         tag, deadline = tag_of(key), time.monotonic() + wire.timeout_s
-        pending: dict[int, Pending] = {}
-        parts = 0
+        pending: dict[int, list[Pending]] = {}
+        parts = 0  # of it that are within the host
 
         def view(span: Span, dtype: str | None = None) -> Tensor:
             tensor = memory[span.buffer][span.offset : span.offset + span.nbytes]
@@ -60,12 +60,17 @@ class Executor:
                 if isinstance(step, Within):
                     parts += 1
                     self._within((*key, "within the host", parts), step.flow, device, places)
+                elif isinstance(step, Expect):
+                    if wire.has_tags:
+                        receives = [(peer, view(span)) for peer, span in step.receives]
+                        pending[step.number] = [wire.exchange([], receives, tag)]
                 elif isinstance(step, Exchange):
-                    sends = [(peer, view(span)) for peer, span in step.sends]
-                    receives = [(peer, view(span)) for peer, span in step.receives]
-                    pending[step.number] = wire.exchange(sends, receives, tag)
+                    begun = pending.setdefault(step.number, [])
+                    receives = [] if begun else [(peer, view(span)) for peer, span in step.receives]
+                    begun.append(wire.exchange([(peer, view(span)) for peer, span in step.sends], receives, tag))
                 elif isinstance(step, Await):
-                    pending.pop(step.number).wait(deadline)
+                    for part in pending.pop(step.number):
+                        part.wait(deadline)
                 elif isinstance(step, Copy):
                     view(step.into).copy_(view(step.source))
                 elif isinstance(step, Widen):

@@ -17,6 +17,7 @@ from iris_pg.multinode.plan import (
     PIECE_BYTES,
     Await,
     Combine,
+    Expect,
     Finish,
     Plan,
     Span,
@@ -31,6 +32,9 @@ from iris_pg.reduce_ops import wider
 
 AT_ONCE_BYTES = 32 << 10
 """All-reduces of parts up to this size cross once, whole, and each host adds them all up."""
+
+IN_PLACE_BYTES = 16 << 20
+"""Size of a piece of an all-reduce that needs no temporary memory: the fewer pieces, the less ranks wait."""
 
 DIRECT_BYTES = 64 << 10
 """Operands of at least this size are read where they are; smaller ones are packed, for one operation in the host."""
@@ -58,7 +62,7 @@ class _Elements:
             return []
         if not self.is_finished:
             return [Combine(into, tuple(sources), self.op, self.dtype)]
-        total = plan.temporary(name, sources[0].nbytes)
+        total = plan.temporary(name, sources[0].nbytes) if self.is_converted else into
         return [
             Combine(total, tuple(sources), self.op, self.wide),
             Finish(into, total, self.wide, self.dtype, self.divisor),
@@ -98,66 +102,78 @@ class _Shards:
 
 def all_reduce(hosts: Hosts, rank: int, name: str, op: str, dtype: str, source: Span, result: Span) -> Plan:
     """Return the plan that reduces every rank's ``source`` into every rank's ``result``, which may be the same."""
-    plan, e, (host, index) = Plan(), _Elements(op, dtype, hosts.world), hosts.places[rank]
-    size, others = len(hosts.members[host]), hosts.others(host)
-    pieces: list[list[list[Step]]] = []
+    plan, e = Plan(), _Elements(op, dtype, hosts.world)
     # With many hosts pieces are larger, so that what each exchanges with each is not too small.
     least = AT_ONCE_BYTES * hosts.count * max(map(len, hosts.members))
-    numel, step = source.nbytes // e.size, max(PIECE_BYTES, least) // e.wide_size
+    usual = PIECE_BYTES if e.is_converted else IN_PLACE_BYTES
+    numel, step = source.nbytes // e.size, max(usual, least) // e.wide_size
+    pieces: list[list[list[Step]]] = []
     for c, first in enumerate(range(0, numel, step)):
-        shards, turn = _Shards(hosts, min(step, numel - first)), c % 3
-        operand = source.part(first * e.size, shards.numel * e.size)
-        into = result.part(first * e.size, shards.numel * e.size)
-        reduced, partial = _reduced_within(plan, hosts, rank, name, e, shards, operand, turn)
-        start, _ = shards.range_of(host, index)
-        at_once = hosts.count == 2 or shards.numel * e.wide_size <= AT_ONCE_BYTES * shards.count
-        sends: list[tuple[int, Span]] = []
-        receives: list[tuple[int, Span]] = []
-        results: list[tuple[int, Span]] = []  # of the second exchange
-        arriving: list[tuple[int, Span]] = []
-        combined: list[Step] = []
-        arrived = 0  # bytes of the buffer of that name
-        for shard in shards.of(host, index):
-            begin, end = shards.bound(shard) - start, shards.bound(shard + 1) - start
-
-            def cut(part: int, begin: int = begin, end: int = end, at_once: bool = at_once) -> tuple[int, int]:
-                """Return the elements, from the first of this rank on, of a host's part of the shard."""
-                if at_once:
-                    return begin, end
-                count = end - begin
-                return begin + count * part // hosts.count, begin + count * (part + 1) // hosts.count
-
-            mine = cut(host)
-            operands = {host: _elements(partial, e.wide_size, *mine)}
-            for other in others:
-                peer = shards.peer(other, shard)
-                place = Span(f"arrived{turn}", arrived, operands[host].nbytes)
-                arrived += place.nbytes
-                sends.append((peer, _elements(partial, e.wide_size, *cut(other))))
-                receives.append((peer, place))
-                operands[other] = place
-            done = _elements(into, e.size, start + mine[0], start + mine[1])
-            combined += e.combined(plan, f"total{turn}", [operands[h] for h in range(hosts.count)], done)
-            if not at_once:
-                for other in others:
-                    peer, (a, b) = shards.peer(other, shard), cut(other)
-                    results.append((peer, done))
-                    arriving.append((peer, _elements(into, e.size, start + a, start + b)))
-        plan.temporary(f"arrived{turn}", arrived)
-        exchange = plan.exchange(sends, receives)
-        stages = [[*reduced, exchange], [Await(exchange.number), *combined]]
-        last: list[Step] = []
-        if not at_once:
-            second = plan.exchange(results, arriving)
-            stages[1].append(second)
-            last.append(Await(second.number))
-        if size > 1:
-            ranges = [shards.range_of(host, k) for k in range(size)]
-            parts = [_elements(into, e.size, begin, begin + count) for begin, count in ranges]
-            last += gathered_within(name, index, parts)
-        pieces.append([*stages, last])
+        shards = _Shards(hosts, min(step, numel - first))
+        operand, into = (span.part(first * e.size, shards.numel * e.size) for span in (source, result))
+        pieces.append(_all_reduce_piece(plan, rank, name, e, shards, operand, into, c % 2))
     plan.in_turn(pieces)
     return plan
+
+
+def _all_reduce_piece(
+    plan: Plan, rank: int, name: str, e: _Elements, shards: _Shards, operand: Span, into: Span, turn: int
+) -> list[list[Step]]:
+    """Return the stages of one piece: reduce within the host; combine with other hosts; gather within the host.
+
+    Args:
+        turn: of the temporary buffers; those of the piece before are still in use.
+    """
+    hosts = shards.hosts
+    (host, index), others = hosts.places[rank], hosts.others(hosts.places[rank][0])
+    size, mine = len(hosts.members[host]), shards.of(host, index)
+    start, count = shards.range_of(host, index)
+    at_once = hosts.count == 2 or shards.numel * e.wide_size <= AT_ONCE_BYTES * shards.count
+
+    def cut(shard: int, part: int) -> tuple[int, int]:
+        """Return the elements, from the first of this rank on, of a host's part of a shard."""
+        begin, end = shards.bound(shard) - start, shards.bound(shard + 1) - start
+        return (begin, end) if at_once else _part((begin, end), part, hosts.count)
+
+    def result_of(begin: int, end: int) -> Span:
+        return _elements(into, e.size, start + begin, start + end)
+
+    # Buffers of its own would pass through the caches for nothing, where elements are not widened. So partial results
+    # are where the result will be, and what arrives goes where peers have read their operands.
+    place = None if size == 1 or e.is_converted else into.part(start * e.size, count * e.size)
+    reduced, partial = _reduced_within(plan, hosts, rank, name, e, shards, operand, turn, place)
+    nbytes = len(others) * sum(b - a for a, b in (cut(shard, host) for shard in mine)) * e.wide_size
+    beside = max(into.part(0, start * e.size), into.part((start + count) * e.size, into.nbytes), key=lambda s: s.nbytes)
+    is_beside = place is not None and nbytes > AT_ONCE_BYTES and nbytes <= beside.nbytes
+    room = beside if is_beside else plan.temporary(f"arrived{turn}", nbytes)
+
+    results, arriving = list[tuple[int, Span]](), list[tuple[int, Span]]()  # of the second exchange
+    sends, receives = list[tuple[int, Span]](), list[tuple[int, Span]]()
+    combined = list[Step]()
+    arrived = 0
+    for shard in mine:
+        done = result_of(*cut(shard, host))
+        operands = {host: _elements(partial, e.wide_size, *cut(shard, host))}
+        for other in others:
+            peer = shards.peer(other, shard)
+            operands[other] = room.part(arrived, operands[host].nbytes)
+            arrived += operands[host].nbytes
+            sends.append((peer, _elements(partial, e.wide_size, *cut(shard, other))))
+            receives.append((peer, operands[other]))
+            results.append((peer, done))
+            arriving.append((peer, result_of(*cut(shard, other))))
+        combined += e.combined(plan, f"total{turn}", [operands[h] for h in range(hosts.count)], done)
+    exchange = plan.exchange(sends, receives)
+    expected = [] if is_beside else [Expect(exchange.number, exchange.receives)]
+    stages: list[list[Step]] = [[*expected, *reduced, exchange], [Await(exchange.number), *combined], []]
+    if not at_once:
+        second = plan.exchange(results, arriving)
+        stages[1].append(second)
+        stages[2].append(Await(second.number))
+    if size > 1:
+        ranges = [shards.range_of(host, k) for k in range(size)]
+        stages[2] += gathered_within(name, index, [_elements(into, e.size, a, a + n) for a, n in ranges])
+    return stages
 
 
 def reduce(
@@ -287,14 +303,32 @@ def _by_host(hosts: Hosts, others: Sequence[int], ranks: Sequence[int]) -> list[
     return sorted((p for p in ranks if hosts.places[p][0] in turn), key=lambda p: turn[hosts.places[p][0]])
 
 
+def _part(bounds: tuple[int, int], part: int, count: int) -> tuple[int, int]:
+    """Return the bounds of one of ``count`` parts of a range, about equal."""
+    begin, end = bounds
+    return begin + (end - begin) * part // count, begin + (end - begin) * (part + 1) // count
+
+
 def _elements(span: Span, itemsize: int, begin: int, end: int) -> Span:
     return span.part(begin * itemsize, (end - begin) * itemsize)
 
 
 def _reduced_within(
-    plan: Plan, hosts: Hosts, rank: int, name: str, e: _Elements, shards: _Shards, operand: Span, turn: int
+    plan: Plan,
+    hosts: Hosts,
+    rank: int,
+    name: str,
+    e: _Elements,
+    shards: _Shards,
+    operand: Span,
+    turn: int,
+    place: Span | None = None,
 ) -> tuple[list[Step], Span]:
-    """Return the steps after which this rank has the partial result of its host of its shards, and where it is."""
+    """Return the steps after which this rank has the partial result of its host of its shards, and where it is.
+
+    Args:
+        place: where it may go, instead of a temporary buffer.
+    """
     host, index = hosts.places[rank]
     size, steps = len(hosts.members[host]), list[Step]()
     if e.is_converted:
@@ -305,5 +339,5 @@ def _reduced_within(
         return steps, operand
     ranges = [shards.range_of(host, k) for k in range(size)]
     operands = [_elements(operand, e.wide_size, begin, begin + count) for begin, count in ranges]
-    partial = plan.temporary(f"partial{turn}", operands[index].nbytes)
+    partial = place or plan.temporary(f"partial{turn}", operands[index].nbytes)
     return [*steps, *folded_within(name, e.op, e.wide, index, operands, partial)], partial

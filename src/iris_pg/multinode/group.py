@@ -56,6 +56,7 @@ from iris_pg.work import IrisWork
 Tensor = torch.Tensor
 
 _MOST_PLANS = 256  # that are kept, the latest used
+_YIELD_S = 2e-4  # a rank waits for neighbours that wait for the network, whose threads need the cores
 _GRACE_S = 3.0  # a rank that waits for its own host waits longer than one that waits for another, which knows more
 
 
@@ -111,6 +112,7 @@ class HierarchicalProcessGroup(process_group.IrisProcessGroup):
             f"{name} on {found.hosts.names[self._host]}",
             Options(**{**options._fields(), "timeout": self._timeout_s + _GRACE_S}),
         )
+        self.local.transport.yield_for(_YIELD_S)
         self._worker = Worker(f"iris_pg {name}")
         self._executor = Executor(self._within)
         self._monitored = MonitoredBarriers(store, _Marks(self), found.token)

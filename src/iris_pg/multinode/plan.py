@@ -58,6 +58,15 @@ class Exchange(NamedTuple):
     receives: tuple[tuple[int, Span], ...]
 
 
+class Expect(NamedTuple):
+    """Take what an exchange that comes later receives from now on, if the wire can. Then its senders need not be told
+    first that there is room.
+    """
+
+    number: int
+    receives: tuple[tuple[int, Span], ...]
+
+
 class Await(NamedTuple):
     """Wait for an exchange, by its number."""
 
@@ -89,7 +98,7 @@ class Finish(NamedTuple):
     divisor: int
 
 
-Step: TypeAlias = Copy | Widen | Exchange | Await | Within | Combine | Finish
+Step: TypeAlias = Copy | Widen | Exchange | Expect | Await | Within | Combine | Finish
 
 
 @dataclass

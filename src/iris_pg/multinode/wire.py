@@ -51,11 +51,13 @@ class Wire(Protocol):
 
     Attributes:
         name: in words.
+        has_tags: it may be given receives before sends that the other rank waits for; else it does things in order.
         sent_bytes: that this rank has sent to other hosts.
         timeout_s: deadline of every wait.
     """
 
     name: str
+    has_tags: bool
     sent_bytes: int
     timeout_s: float
 
@@ -76,7 +78,7 @@ class GlooWire:
         timeout_s: deadline of every wait.
     """
 
-    name = "gloo"
+    name, has_tags = "gloo", True
 
     def __init__(self, store: dist.Store, hosts: Hosts, rank: int, group: str, timeout_s: float) -> None:
         self.hosts, self.rank, self.group, self.timeout_s = hosts, rank, group, timeout_s
@@ -197,7 +199,7 @@ class NcclWire:
         device: this rank's GPU.
     """
 
-    name = "nccl"
+    name, has_tags = "nccl", False
 
     def __init__(self, store: dist.Store, hosts: Hosts, rank: int, timeout_s: float, device: torch.device) -> None:
         self.timeout_s, self.sent_bytes, self._device = timeout_s, 0, device
