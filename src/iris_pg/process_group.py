@@ -16,7 +16,7 @@ import copy
 import datetime
 import functools
 import secrets
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
@@ -318,6 +318,10 @@ class IrisProcessGroup(Reductions, Exchanges, Rooted, Messages, dist.ProcessGrou
     def _subgroup(self, *arguments: Any) -> IrisProcessGroup:
         return IrisProcessGroup(*arguments)  # some ranks of one host are on one host
 
+    def _share_a_host(self, global_ranks: Iterable[int]) -> bool:
+        """Return whether all these ranks are on one host; for the default group, which has found out."""
+        return True
+
     splitGroup = split_group  # noqa: N815 (torch's name)
 
     # Life -------------------------------------------------------------------------------------------------------------
@@ -391,56 +395,3 @@ def explain(group: dist.ProcessGroup | None = None) -> str:
             'init_process_group("iris") or new_group(backend="iris")'
         )
     return group._explained()
-
-
-def create(dist_opts: Any, options: Any) -> IrisProcessGroup:
-    """Make a group for torch: the creator that the backend registers.
-
-    Raises:
-        ArgumentError: ``pg_options`` of another backend. Also what :class:`IrisProcessGroup` raises.
-    """
-    if options is not None and not isinstance(options, Options):
-        raise ArgumentError(f"pg_options is {type(options).__name__}; backend iris takes iris_pg.Options")
-    world = dist_opts.group_size
-    if options is None and dist_opts.global_ranks_in_group:
-        options = _options_of_default_group()
-    return make(
-        dist_opts.store,
-        dist_opts.group_rank,
-        world,
-        dist_opts.timeout,
-        dist_opts.global_ranks_in_group or range(world),
-        dist_opts.group_id,
-        options,
-    )
-
-
-def make(
-    store: dist.Store,
-    rank: int,
-    world: int,
-    timeout: datetime.timedelta,
-    global_ranks: Sequence[int],
-    name: str,
-    options: Options | None = None,
-) -> IrisProcessGroup:
-    """Make a group of ranks on one host or on several, as they find out. Arguments as :class:`IrisProcessGroup`."""
-    from iris_pg.multinode.discovery import discover  # which builds on this module
-
-    options = options or Options()
-    if world == 1:
-        return IrisProcessGroup(store, rank, world, timeout, global_ranks, name, options)
-    timeout_s = options.timeout_s or timeout.total_seconds()
-    agreed = dict(inter_host=options.inter_host)
-    found = discover(store, rank, world, group=name, timeout_s=timeout_s, host=options.host, agreed=agreed)
-    if found.hosts.count == 1:
-        return IrisProcessGroup(store, rank, world, timeout, global_ranks, name, options)
-    from iris_pg.multinode.group import HierarchicalProcessGroup
-
-    return HierarchicalProcessGroup(store, rank, world, timeout, global_ranks, name, options, found)
-
-
-def _options_of_default_group() -> Options | None:
-    """Return what a subgroup takes when it is given no options: those of the default group, if that is one of these."""
-    group = dist.distributed_c10d._get_default_group() if dist.is_initialized() else None
-    return group.options if isinstance(group, IrisProcessGroup) else None

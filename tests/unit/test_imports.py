@@ -36,6 +36,7 @@ LAYERS = {
     "mailbox": 7,
     "mail": 7,
     "process_group": 7,
+    "groups": 7,
     "monitored": 7,
     "multinode": 7,
     "transport": 7,

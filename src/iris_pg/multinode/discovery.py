@@ -19,7 +19,7 @@ from iris_pg.errors import DeadlineError, MismatchError, PeerLostError, where
 from iris_pg.memory.sharing import host_identity
 from iris_pg.multinode.hosts import Hosts
 
-_PAUSE_S, _LONGEST_PAUSE_S = 2e-4, 2e-2
+_PAUSE_S, _LONGEST_PAUSE_S, _GROWTH = 2e-4, 2e-2, 1.25  # so a rank waits a quarter longer than it has to at most
 _SHOWN = 16  # most ranks that a message names
 
 
@@ -77,6 +77,7 @@ def _discover(
     cards: dict[int, dict[str, Any]] = {}
     pause = _PAUSE_S
     while True:
+        is_late = pause >= _LONGEST_PAUSE_S or time.monotonic() > deadline  # then it looks at what is rarely so
         if published != number:
             published, cards = number, {}
             if rank == 0:
@@ -85,7 +86,7 @@ def _discover(
             else:
                 store.set(f"hosts/{rank}", json.dumps({**mine, "number": number}))
         if rank == 0:
-            number = _collect(store, world, cards, number)
+            number = _collect(store, world, cards, number, is_late)
             if number != published:
                 store.add(counter, number - published)
                 continue
@@ -101,7 +102,7 @@ def _discover(
             if said["number"] == number:  # the others have given up on this rank before it came, and may try again
                 number = store.add(counter, 1)
                 continue
-        if rank and store.check(["hosts/number"]) and (ahead := int(store.get("hosts/number"))) > number:
+        if rank and is_late and store.check(["hosts/number"]) and (ahead := int(store.get("hosts/number"))) > number:
             number = store.add(counter, ahead - number)
             continue
         # Rank 0 says who is late, so the others give it time to.
@@ -111,17 +112,20 @@ def _discover(
                 f"if they need longer {place}"
             )
         time.sleep(pause)
-        pause = min(2 * pause, _LONGEST_PAUSE_S)
+        pause = min(_GROWTH * pause, _LONGEST_PAUSE_S)
 
 
-def _collect(store: dist.Store, world: int, cards: dict[int, dict[str, Any]], number: int) -> int:
-    """Read the cards that have come; return the number of the group, which other ranks may know better."""
+def _collect(store: dist.Store, world: int, cards: dict[int, dict[str, Any]], number: int, is_late: bool) -> int:
+    """Read the cards, once all have come, or those that have when it ``is_late``; return the number of the group, which
+    other ranks may know better.
+    """
     absent = [p for p in range(1, world) if p not in cards]
     if not absent:
         return number
-    ready = (
-        absent if store.check([f"hosts/{p}" for p in absent]) else [p for p in absent if store.check([f"hosts/{p}"])]
-    )
+    if store.check([f"hosts/{p}" for p in absent]):
+        ready = absent
+    else:
+        ready = [p for p in absent if is_late and store.check([f"hosts/{p}"])]
     if not ready:
         return number
     for p, text in zip(ready, store.multi_get([f"hosts/{p}" for p in ready]), strict=True):

@@ -5,7 +5,7 @@ differs is how an operation is carried out. It becomes a plan (plan.py) of steps
 on the wire (wire.py). Operations run one after another, in the order of their calls.
 """
 
-# mypy: disable-error-code="override"
+# mypy: disable-error-code="override, misc"
 
 from __future__ import annotations
 
@@ -13,15 +13,14 @@ import datetime
 import functools
 import os
 import re
-import time
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from iris_pg import arguments, process_group
+from iris_pg import process_group
 from iris_pg.collectives.flow import Flow, Fold
 from iris_pg.device_work import StreamWork, raw_stream
 from iris_pg.errors import (
@@ -41,13 +40,13 @@ from iris_pg.multinode import moves
 from iris_pg.multinode.discovery import Discovered
 from iris_pg.multinode.executor import Executor
 from iris_pg.multinode.failures import Failures
-from iris_pg.multinode.messages import WireWork
+from iris_pg.multinode.messages import WireMessages
 from iris_pg.multinode.plan import Plan
 from iris_pg.multinode.translate import plan_of
-from iris_pg.multinode.wire import LARGEST_TAG, GlooWire, NcclWire, Wire
+from iris_pg.multinode.wire import GlooWire, NcclWire, Wire
 from iris_pg.multinode.worker import Worker
 from iris_pg.operations import front
-from iris_pg.operations.base import copy, dense, is_asynchronous, room
+from iris_pg.operations.base import is_asynchronous
 from iris_pg.options import Options
 from iris_pg.transport import BARRIER
 from iris_pg.watch import Key, text_of
@@ -61,7 +60,7 @@ _GRACE_S = 3.0  # a rank that waits for its own host waits longer than one that 
 
 
 @front.install
-class HierarchicalProcessGroup(process_group.IrisProcessGroup):
+class HierarchicalProcessGroup(WireMessages, process_group.IrisProcessGroup):
     """A group named ``"iris"`` whose ranks are on several hosts.
 
     Args:
@@ -287,76 +286,6 @@ class HierarchicalProcessGroup(process_group.IrisProcessGroup):
     def _barrier_plan(self) -> Plan:
         return moves.barrier(self.hosts, self._rank)
 
-    # Messages ---------------------------------------------------------------------------------------------------------
-
-    def send(self, tensors: list[Tensor], dst: int, tag: int = 0) -> IrisWork:
-        """Send a tensor of any layout to rank ``dst`` of the group. See torch.distributed.
-
-        Within the host as in :meth:`IrisProcessGroup.send`. To another host it is done when the bytes have left, which
-        may be when the other rank receives.
-        """
-        tensor = self._only("send", tensors)
-        arguments.check_rank("send", "dst", dst, self._world)
-        arguments.check_tensor("send", "tensor", tensor)
-        host, index = self.hosts.places[dst]
-        if host == self._host:
-            self._check_open()
-            return self._coalesced(self.local.send(tensors, index, tag))
-        return self._message("send", dense(tensor), dst, tag, tensors, None)
-
-    def recv(self, tensors: list[Tensor], src: int, tag: int = 0) -> IrisWork:
-        """Receive into a tensor of any layout from rank ``src`` of the group. See torch.distributed."""
-        tensor = self._only("recv", tensors)
-        arguments.check_rank("recv", "src", src, self._world)
-        arguments.check_output("recv", "tensor", tensor)
-        host, index = self.hosts.places[src]
-        if host == self._host:
-            self._check_open()
-            return self._coalesced(self.local.recv(tensors, index, tag))
-        target = room(tensor)
-        after = None if target is tensor else lambda: copy([(tensor, target)])
-        return self._message("recv", target, src, tag, tensors, after)
-
-    def recv_anysource(self, tensors: list[Tensor], tag: int = 0) -> IrisWork:
-        """Raise UnsupportedError."""
-        raise UnsupportedError(
-            "recv: from any rank, in a group that spans hosts: its messages come by two ways, of which one cannot be "
-            f"asked whether there are any; pass src=, or use a group of one host {self._place('recv')}"
-        )
-
-    recvAnysource = recv_anysource  # noqa: N815 (torch's name)
-
-    def _message(
-        self, op: str, tensor: Tensor, peer: int, tag: int, outputs: list[Tensor], after: Callable[[], None] | None
-    ) -> IrisWork:
-        self._check_open()
-        if not 0 <= tag <= LARGEST_TAG:
-            raise ArgumentError(f"{op}: tag={tag}; between hosts it takes 0..{LARGEST_TAG} {self._place(op)}")
-        wire, data = self._wire(tensor.device), _as_bytes(tensor)
-        sends, receives = ([(peer, data)], []) if op == "send" else ([], [(peer, data)])
-        if not data.numel():
-            return self._coalesced(IrisWork(outputs))
-        key, number = (op, tensor.nbytes, "bytes, tag", tag), 0  # no number: messages are not in one order
-        try:
-            pending = wire.exchange(sends, receives, 2 * tag)
-        except BaseException as error:
-            raise self._fail(error, key, number) from error
-
-        def finish() -> None:
-            try:
-                pending.wait(time.monotonic() + wire.timeout_s)
-            except BaseException as error:
-                raise self._fail(error, key, number) from error
-            if after:
-                after()
-
-        if tensor.device.type != "cpu":
-            finish()
-            event = torch.cuda.current_stream(tensor.device).record_event()
-            raw = raw_stream(tensor.device)
-            return self._coalesced(StreamWork(outputs, tensor.device, raw, event, lambda: self._failure))
-        return self._coalesced(WireWork(outputs, peer, (tensor, data), finish))
-
     # Failures ---------------------------------------------------------------------------------------------------------
 
     def _check_open(self) -> None:
@@ -416,7 +345,12 @@ class HierarchicalProcessGroup(process_group.IrisProcessGroup):
     # Life -------------------------------------------------------------------------------------------------------------
 
     def _subgroup(self, *arguments: Any) -> process_group.IrisProcessGroup:
-        return process_group.make(*arguments)
+        from iris_pg.groups import make  # which makes groups of this class
+
+        return make(*arguments)
+
+    def _share_a_host(self, global_ranks: Iterable[int]) -> bool:
+        return len({self.hosts.places[rank][0] for rank in global_ranks}) == 1
 
     def set_timeout(self, timeout: datetime.timedelta) -> None:
         """Set the deadline of every later wait of this group, on this rank."""
@@ -467,11 +401,6 @@ class _Marks:
 
 def _same(key: Key, flow: Flow | Fold) -> Flow | Fold:
     return flow
-
-
-def _as_bytes(tensor: Tensor) -> Tensor:
-    """Return contiguous ``tensor`` as bytes [n]."""
-    return tensor.detach().reshape(-1).view(torch.uint8) if tensor.numel() else torch.empty(0, dtype=torch.uint8)
 
 
 def _bare(text: str) -> str:

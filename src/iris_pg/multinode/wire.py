@@ -13,12 +13,12 @@ import os
 import time
 import zlib
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 import torch
 import torch.distributed as dist
 
-from iris_pg.errors import DeadlineError, IrisError, PeerLostError, where
+from iris_pg.errors import DeadlineError, IrisError, PeerLostError, UnsupportedError, where
 from iris_pg.multinode.hosts import Hosts
 
 Tensor = torch.Tensor
@@ -27,6 +27,7 @@ Parts = Sequence[tuple[int, Tensor]]
 LARGEST_TAG = (1 << 30) - 2
 """Of a message between users; tags of Gloo have 31 bits, of which one tells messages from operations."""
 
+ANY = -1  # in place of a rank
 _NEVER = 2 * (LARGEST_TAG + 1)  # a tag that nobody sends with
 _AT_ONCE = datetime.timedelta(milliseconds=1)
 _ATTEMPTS = 5  # of Gloo to connect to a rank, each as long as its context's timeout
@@ -40,9 +41,9 @@ def tag_of(key: Any) -> int:
 class Pending(Protocol):
     """An exchange under way."""
 
-    def wait(self, deadline: float) -> None:
-        """Return when it is done; on a GPU, when the current stream waits for it. ``deadline`` is one of
-        ``time.monotonic()``.
+    def wait(self, deadline: float) -> int:
+        """Return the rank that sent what was received from any, when it is done, else -1; on a GPU, when the current
+        stream waits for it. ``deadline`` is one of ``time.monotonic()``.
         """
 
 
@@ -63,6 +64,9 @@ class Wire(Protocol):
 
     def exchange(self, sends: Parts, receives: Parts, tag: int) -> Pending:
         """Begin to send and to receive contiguous tensors [n] of bytes."""
+
+    def receive_from_any(self, tensor: Tensor, tag: int) -> Pending:
+        """Begin to receive bytes [n] from whichever rank sends first; of CPU tensors only."""
 
     def close(self) -> None:
         """Drop the connections; who waits for this rank is told. Idempotent."""
@@ -123,6 +127,10 @@ class GlooWire:
             self.sent_bytes += tensor.nbytes
         return _GlooPending(self, works)
 
+    def receive_from_any(self, tensor: Tensor, tag: int) -> Pending:
+        """Begin to receive bytes [n] from whichever rank sends first."""
+        return _GlooPending(self, [(ANY, self._begin(lambda gloo: gloo.recv_anysource([tensor], tag), ANY))])
+
     def _begin(self, begin: Callable[[Any], Any], peer: int) -> Any:
         gloo = self._gloo
         if gloo is None:
@@ -132,8 +140,8 @@ class GlooWire:
         except RuntimeError as error:
             raise self.failed(peer, error) from error
 
-    def await_one(self, peer: int, work: Any, deadline: float) -> None:
-        """Wait for a work of Gloo's.
+    def await_one(self, peer: int, work: Any, deadline: float) -> int:
+        """Wait for a work of Gloo's; return the rank that it was with.
 
         Raises:
             DeadlineError, PeerLostError: naming the rank and its host.
@@ -143,7 +151,8 @@ class GlooWire:
             work.wait(datetime.timedelta(seconds=left))
         except RuntimeError as error:
             raise self.failed(peer, error) from error
-        self._reached = peer
+        self._reached = work._source_rank() if peer == ANY else peer
+        return self._reached
 
     def failed(self, peer: int, error: BaseException) -> IrisError:
         """Return the error for what Gloo says about a peer."""
@@ -163,7 +172,7 @@ class GlooWire:
         return PeerLostError(f"{self._named(peer)} died, left the group or is cut off ({said}) {self._where()}")
 
     def _named(self, peer: int) -> str:
-        return f"rank {peer} on host {self.hosts.name_of(peer)}"
+        return "any rank" if peer == ANY else f"rank {peer} on host {self.hosts.name_of(peer)}"
 
     def _where(self) -> str:
         return where(group=self.group, rank=self.rank)
@@ -185,10 +194,13 @@ class _GlooPending:
     def __init__(self, wire: GlooWire, works: list[tuple[int, Any]]) -> None:
         self._wire, self._works = wire, works
 
-    def wait(self, deadline: float) -> None:
+    def wait(self, deadline: float) -> int:
         """See :class:`Pending`."""
+        source = -1
         for peer, work in self._works:
-            self._wire.await_one(peer, work, deadline)
+            reached = self._wire.await_one(peer, work, deadline)
+            source = reached if peer == ANY else source
+        return source
 
 
 class NcclWire:
@@ -220,6 +232,10 @@ class NcclWire:
             self.sent_bytes += tensor.nbytes
         return _NcclPending(nccl._end_coalescing(self._device))
 
+    def receive_from_any(self, tensor: Tensor, tag: int) -> NoReturn:
+        """Raise UnsupportedError."""
+        raise UnsupportedError("NCCL receives from no rank but the one it is given; pass src=")
+
     def close(self) -> None:
         """See :class:`Wire`."""
         nccl, self._nccl = self._nccl, None
@@ -231,7 +247,8 @@ class _NcclPending:
     def __init__(self, work: Any) -> None:
         self._work = work
 
-    def wait(self, deadline: float) -> None:
+    def wait(self, deadline: float) -> int:
         """See :class:`Pending`."""
         if self._work is not None:
             self._work.wait()
+        return -1
