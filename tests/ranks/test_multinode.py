@@ -57,7 +57,6 @@ def world_group(rank, world, letters, timeout_s=20.0, **options):
 # The table ------------------------------------------------------------------------------------------------------------
 
 
-
 def runs_the_table(rank, world, letters, rows_of_an_operation):
     with world_group(rank, world, letters):
         rows = list(sampled("sdma", len(letters), rows_of_an_operation))
