@@ -14,7 +14,10 @@ from pathlib import Path
 
 import pytest
 
-EXAMPLES = Path(__file__).parents[2] / "examples"
+FULL = bool(os.environ.get("IRIS_PG_TEST_FULL"))
+needs_time = pytest.mark.skipif(not FULL, reason="takes half a minute; set IRIS_PG_TEST_FULL=1")
+TESTS = Path(__file__).parents[1]
+EXAMPLES = TESTS.parent / "examples"
 DEADLINE_S = 110
 
 SUMS = """
@@ -73,7 +76,7 @@ def run_nodes(*arguments: str, ranks_of_node=(1, 1), prefixes=((), ()), address=
     return "\n".join(said)
 
 
-@pytest.mark.parametrize("ranks_of_node", [(1, 1), (2, 1)])
+@pytest.mark.parametrize("ranks_of_node", [pytest.param((1, 1), marks=needs_time), (2, 1)])
 def test_torchrun_with_two_nodes(tmp_path, ranks_of_node):
     script = tmp_path / "script.py"
     script.write_text(SUMS)
@@ -82,53 +85,39 @@ def test_torchrun_with_two_nodes(tmp_path, ranks_of_node):
     assert said.count(f"of {world}, on 2 hosts") == world, said
 
 
-@pytest.mark.parametrize("script", ["train_ddp.py", "train_fsdp2.py"])
-def test_the_losses_are_those_of_gloo(script):
-    said = run_nodes(str(EXAMPLES / script), "--compare", "gloo", "--steps", "3")
+@needs_time
+@pytest.mark.parametrize(
+    ("script", "ranks_of_node"),
+    [("train_ddp.py", (1, 1)), ("train_fsdp2.py", (1, 1)), ("train_fsdp2.py --replicas 2", (2, 2))],
+)
+def test_the_losses_are_those_of_gloo(script, ranks_of_node):
+    name, *arguments = script.split()
+    said = run_nodes(str(EXAMPLES / name), *arguments, "--compare", "gloo", "--steps", "3", ranks_of_node=ranks_of_node)
     assert re.search(r"largest difference between the losses over \w+ and \w+: 0$", said, re.M), said
 
 
-# A network namespace is what two hosts do not share: here there are two, joined by a pair of virtual network cards.
-IN_NAMESPACES = """
-set -e
-unshare -n sleep 100 &
-other=$!
-trap "kill $other" EXIT
-sleep 0.3
-ip link set lo up
-ip link add iris0 type veth peer name iris1 netns $other
-ip addr add 10.77.0.1/24 dev iris0 && ip link set iris0 up
-nsenter -t $other -n sh -c "ip addr add 10.77.0.2/24 dev iris1 && ip link set iris1 up && ip link set lo up"
-cd /
-common="--nnodes 2 --nproc-per-node 2 --master-addr 10.77.0.1 --master-port 29555"
-GLOO_SOCKET_IFNAME=iris1 nsenter -t $other -n timeout 80 $PYTHON -m torch.distributed.run $common --node-rank 1 $1 &
-second=$!
-GLOO_SOCKET_IFNAME=iris0 timeout 80 $PYTHON -m torch.distributed.run $common --node-rank 0 $1
-wait $second
-"""
+# A network namespace is what two hosts do not share.
 
 
 def namespaces_work() -> bool:
-    """Return whether a user may make network namespaces, and virtual cards between them, here."""
+    """Return whether a user may make network namespaces, and virtual cards and a bridge between them, here."""
     if not all(map(shutil.which, ("unshare", "nsenter", "ip"))):
         return False
-    trial = "ip link add a0 type veth peer name a1 && unshare -n true"
+    trial = "ip link add b0 type bridge && ip link add a0 type veth peer name a1 && unshare -n true"
     return subprocess.run(["unshare", "-rn", "sh", "-c", trial], capture_output=True, timeout=20).returncode == 0
 
 
-def test_two_network_namespaces_are_two_hosts(tmp_path):
+def run_network(task: str, *arguments: str) -> str:
+    """Run ranks on hosts made of network namespaces; return what they print."""
     if not namespaces_work():
         pytest.skip("no network namespaces with virtual cards between them can be made here")
-    script = tmp_path / "script.py"
-    script.write_text(SUMS)
-    environment = {"OMP_NUM_THREADS": "1", "IRIS_PG_TIMEOUT": "60", **os.environ, "PYTHON": sys.executable}
     process = subprocess.Popen(
-        ["unshare", "-rn", "bash", "-c", IN_NAMESPACES, "namespaces", str(script)],
+        ["unshare", "-rn", sys.executable, str(TESTS / "network_hosts.py"), task, *arguments],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
         start_new_session=True,
-        env=environment,
+        env={"OMP_NUM_THREADS": "1", **os.environ},
     )
     try:
         said, _ = process.communicate(timeout=DEADLINE_S)
@@ -137,4 +126,17 @@ def test_two_network_namespaces_are_two_hosts(tmp_path):
             os.killpg(process.pid, signal.SIGKILL)
             process.wait()
     assert process.returncode == 0, said
-    assert said.count("of 4, on 2 hosts") == 4, said
+    return said
+
+
+@needs_time
+@pytest.mark.parametrize("hosts", ["1,1", "2,1", "1,3", "1,1,1", "2,1,3"])
+def test_the_table_between_network_namespaces(hosts):
+    run_network("table", "--hosts", hosts)
+
+
+@needs_time
+@pytest.mark.parametrize("hosts", ["1,1", "2,1,2"])
+def test_a_host_whose_network_is_cut_off_is_named_by_the_deadline(tmp_path, hosts):
+    said = run_network("cut", "--hosts", hosts, "--file", str(tmp_path / "cut"))
+    assert said.count("told in time") == sum(map(int, hosts.split(","))), said

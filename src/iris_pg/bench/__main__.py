@@ -165,7 +165,7 @@ def _run(args: argparse.Namespace) -> int:
         return 1
     others = meter.others()
     if rank == 0:
-        report.print_table(rows, world, anchor, others, sorted({c.note for c in groups if c.note}))
+        report.print_table(rows, world, anchor, others, sorted({c.note for c in groups if c.note}), args.hosts)
         if args.json:
             options = {name: value for name, value in vars(args).items() if name not in ("store", "json", "deadline")}
             with open(args.json, "w") as file:
