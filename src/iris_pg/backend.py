@@ -10,7 +10,7 @@ from typing import Any
 
 
 def _create(dist_opts: Any, options: Any) -> Any:
-    from iris_pg.process_group import create
+    from iris_pg.groups import create
 
     return create(dist_opts, options)
 

@@ -7,13 +7,24 @@ that one that comes later does not take the barrier for passed.
 from __future__ import annotations
 
 import time
+from typing import Protocol
 
 import torch.distributed as dist
 
 from iris_pg.errors import DeadlineError, PeerLostError, where
-from iris_pg.memory.sharing import Links
 
 _PAUSE_S, _LONGEST_PAUSE_S = 1e-4, 5e-3
+
+
+class Members(Protocol):
+    """What is asked of a group's links."""
+
+    rank: int
+    world: int
+    group: str
+
+    def lost(self) -> list[int]:
+        """Return the ranks that are known to be gone."""
 
 
 class MonitoredBarriers:
@@ -25,7 +36,7 @@ class MonitoredBarriers:
         token: a text that all ranks of the group have, and that no earlier group on the store had.
     """
 
-    def __init__(self, store: dist.Store, links: Links, token: str) -> None:
+    def __init__(self, store: dist.Store, links: Members, token: str) -> None:
         self._store, self._links, self._token = store, links, token
         self._number = 0
 

@@ -16,6 +16,7 @@ from torch._C._distributed_c10d import Backend
 from iris_pg.errors import OptionError
 
 ENGINES = ("auto", "cu", "sdma")
+INTER_HOST = ("auto", "gloo", "nccl")
 _LONGEST_S = 10**9  # 30 years; a timedelta, and the waits of the operating system, do not take any number
 
 
@@ -74,6 +75,14 @@ VARIABLES = (
         "for CUDA tensors: most CTAs of a kernel of the cu engine; each takes 4 MiB or more of the GPU's memory",
     ),
     Variable(
+        "IRIS_PG_INTER_HOST",
+        "inter_host",
+        str,
+        "auto",
+        f"one of {', '.join(INTER_HOST)}",
+        "what carries bytes between hosts: gloo takes CPU tensors, nccl CUDA tensors, auto has both",
+    ),
+    Variable(
         "IRIS_PG_TIMEOUT", "timeout", float, None, "seconds", "deadline of every wait (default: the group's timeout)"
     ),
     Variable(
@@ -83,6 +92,14 @@ VARIABLES = (
         None,
         "an integer",
         "for tests: the software copy engine splits copies, delays and interleaves queues, seeded by this",
+    ),
+    Variable(
+        "IRIS_PG_HOST",
+        "host",
+        str,
+        None,
+        "a name",
+        "for tests: the host that this rank is to be on; ranks with different names share no memory",
     ),
 )
 
@@ -108,8 +125,9 @@ class Options(Backend.Options):
         direct_bytes: tensors outside the heap of at least so many bytes are not staged: their readers read them out of
             the sender's process, where the system allows it. 0 means never.
         comm_sms: most CTAs of a kernel of the cu engine on a GPU, and so most multiprocessors that it takes.
+        inter_host: ``"auto"``, ``"gloo"`` or ``"nccl"``: what carries bytes between hosts.
         timeout: deadline of every wait, in seconds or a ``timedelta``; the group's own timeout when None.
-        hostile_seed: for tests, see ``IRIS_PG_HOSTILE_SEED``.
+        hostile_seed, host: for tests, see ``IRIS_PG_HOSTILE_SEED`` and ``IRIS_PG_HOST``.
 
     Anything left out comes from the environment (:data:`VARIABLES`), then from the default there.
 
@@ -123,8 +141,10 @@ class Options(Backend.Options):
     device_chunk_bytes: int
     direct_bytes: int
     comm_sms: int
+    inter_host: str
     timeout_s: float | None
     hostile_seed: int | None
+    host: str | None
 
     def __init__(
         self,
@@ -136,6 +156,8 @@ class Options(Backend.Options):
         hostile_seed: int | None = None,
         device_chunk_bytes: int | None = None,
         comm_sms: int | None = None,
+        inter_host: str | None = None,
+        host: str | None = None,
     ) -> None:
         given: dict[str, Any] = dict(
             engine=engine,
@@ -146,6 +168,8 @@ class Options(Backend.Options):
             comm_sms=comm_sms,
             timeout=timeout,
             hostile_seed=hostile_seed,
+            inter_host=inter_host,
+            host=host,
         )
         value: dict[str, Any] = {
             v.field: _from_environment(v) if given[v.field] is None else given[v.field] for v in VARIABLES
@@ -155,6 +179,11 @@ class Options(Backend.Options):
             deadline = deadline.total_seconds()
         if value["engine"] not in ENGINES:
             raise OptionError(f"engine={value['engine']!r} is not known; it is one of {', '.join(map(repr, ENGINES))}")
+        if value["inter_host"] not in INTER_HOST:
+            names = ", ".join(map(repr, INTER_HOST))
+            raise OptionError(f"inter_host={value['inter_host']!r} is not known; it is one of {names}")
+        if value["host"] is not None and not isinstance(value["host"], str):
+            raise OptionError(f"host={value['host']!r}; it takes a name")
         if not isinstance(value["heap_bytes"], int) or value["heap_bytes"] <= 0:
             raise OptionError(f"heap_bytes={value['heap_bytes']!r}; it takes a positive number of bytes")
         for name in ("chunk_bytes", "device_chunk_bytes"):
@@ -180,6 +209,7 @@ class Options(Backend.Options):
         self.chunk_bytes, self.device_chunk_bytes = value["chunk_bytes"], value["device_chunk_bytes"]
         self.direct_bytes, self.comm_sms = direct, ctas
         self.timeout_s, self.hostile_seed = deadline, value["hostile_seed"]
+        self.inter_host, self.host = value["inter_host"], value["host"]
 
     def _fields(self) -> dict[str, Any]:
         return dict(
@@ -191,6 +221,8 @@ class Options(Backend.Options):
             comm_sms=self.comm_sms,
             timeout=self.timeout_s,
             hostile_seed=self.hostile_seed,
+            inter_host=self.inter_host,
+            host=self.host,
         )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Options:

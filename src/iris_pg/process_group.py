@@ -16,7 +16,7 @@ import copy
 import datetime
 import functools
 import secrets
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
@@ -301,7 +301,7 @@ class IrisProcessGroup(Reductions, Exchanges, Rooted, Messages, dist.ProcessGrou
         if self._rank not in members:
             return None
         part = f"split/{self._splits}/{'_'.join(map(str, members))}"
-        group = IrisProcessGroup(
+        group = self._subgroup(
             dist.PrefixStore(part, self._store),
             members.index(self._rank),
             len(members),
@@ -314,6 +314,13 @@ class IrisProcessGroup(Reductions, Exchanges, Rooted, Messages, dist.ProcessGrou
         if self._bound_device:
             group.eager_connect_single_device(self._bound_device)
         return group
+
+    def _subgroup(self, *arguments: Any) -> IrisProcessGroup:
+        return IrisProcessGroup(*arguments)  # some ranks of one host are on one host
+
+    def _share_a_host(self, global_ranks: Iterable[int]) -> bool:
+        """Return whether all these ranks are on one host; for the default group, which has found out."""
+        return True
 
     splitGroup = split_group  # noqa: N815 (torch's name)
 
@@ -361,6 +368,10 @@ class IrisProcessGroup(Reductions, Exchanges, Rooted, Messages, dist.ProcessGrou
         """As :meth:`shutdown`, and do not wait for operations on CUDA tensors that are under way: release them."""
         self._close("abort", 0.0)
 
+    def _explained(self) -> str:
+        device = self._device_transport
+        return "\n".join([self.transport.explain(), *([device.explain()] if device else [])])
+
     def _close(self, why: str, patience_s: float | None) -> None:
         if self._device_transport:
             self._device_transport.close(why, patience_s)
@@ -383,33 +394,4 @@ def explain(group: dist.ProcessGroup | None = None) -> str:
             f"explain: {type(group).__name__} is not a group of backend iris; make one with "
             'init_process_group("iris") or new_group(backend="iris")'
         )
-    device = group._device_transport
-    return "\n".join([group.transport.explain(), *([device.explain()] if device else [])])
-
-
-def create(dist_opts: Any, options: Any) -> IrisProcessGroup:
-    """Make a group for torch: the creator that the backend registers.
-
-    Raises:
-        ArgumentError: ``pg_options`` of another backend. Also what :class:`IrisProcessGroup` raises.
-    """
-    if options is not None and not isinstance(options, Options):
-        raise ArgumentError(f"pg_options is {type(options).__name__}; backend iris takes iris_pg.Options")
-    world = dist_opts.group_size
-    if options is None and dist_opts.global_ranks_in_group:
-        options = _options_of_default_group()
-    return IrisProcessGroup(
-        dist_opts.store,
-        dist_opts.group_rank,
-        world,
-        dist_opts.timeout,
-        dist_opts.global_ranks_in_group or range(world),
-        dist_opts.group_id,
-        options,
-    )
-
-
-def _options_of_default_group() -> Options | None:
-    """Return what a subgroup takes when it is given no options: those of the default group, if that is one of these."""
-    group = dist.distributed_c10d._get_default_group() if dist.is_initialized() else None
-    return group.options if isinstance(group, IrisProcessGroup) else None
+    return group._explained()

@@ -50,6 +50,12 @@ _WIDER = {getattr(torch, name): torch.float32 for name in (*_FLOATS_8, "float16"
 _WIDER[torch.complex32] = torch.complex64
 
 
+def wider(dtype: str) -> str:
+    """Return the element type, by its torch name, in which elements of ``dtype`` are accumulated."""
+    element = getattr(torch, dtype)
+    return str(_WIDER.get(element, element)).removeprefix("torch.")
+
+
 @dataclass(frozen=True)
 class Reduction:
     """An operation on elements.

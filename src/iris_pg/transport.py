@@ -228,6 +228,11 @@ class Transport:
         if self._kernels:
             self._kernels.timeout_s = timeout_s
 
+    def yield_for(self, seconds: float) -> None:
+        """Set for how long waits yield their core before they sleep: less where other work needs the cores."""
+        if self.queue:
+            self.queue.patience.yield_s = seconds
+
     def _encode(
         self,
         key: Key,

@@ -37,6 +37,13 @@ def run(*arguments: str, launcher: tuple[str, ...] = ()) -> subprocess.Completed
     return subprocess.CompletedProcess(command, process.returncode, out, err)
 
 
+def test_its_ranks_can_be_on_several_hosts():
+    done = run("all_gather", "--hosts", "2", "--ranks", "3", "--sizes", "4", "--memory", "ordinary", *QUICK)
+    assert done.returncode == 0, done.stderr
+    assert "all_gather, 3 ranks on 2 hosts" in done.stdout
+    assert run("all_gather", "--hosts", "3").returncode == 2  # of two ranks
+
+
 def test_it_starts_its_ranks_and_writes_what_it_measured(tmp_path):
     path = tmp_path / "report.json"
     done = run("all_gather", "--backends", "iris,gloo", "--sizes", "4,5KiB", *QUICK, "--json", str(path))

@@ -26,8 +26,10 @@ def test_defaults_are_those_of_the_table(monkeypatch):
         ("IRIS_PG_DEVICE_CHUNK_BYTES", "512", "device_chunk_bytes", 512, dict(device_chunk_bytes=256)),
         ("IRIS_PG_DIRECT_BYTES", "0", "direct_bytes", 0, dict(direct_bytes=7)),
         ("IRIS_PG_COMM_SMS", "8", "comm_sms", 8, dict(comm_sms=16)),
+        ("IRIS_PG_INTER_HOST", "gloo", "inter_host", "gloo", dict(inter_host="nccl")),
         ("IRIS_PG_TIMEOUT", "2.5", "timeout_s", 2.5, dict(timeout=1.0)),
         ("IRIS_PG_HOSTILE_SEED", "7", "hostile_seed", 7, dict(hostile_seed=0)),
+        ("IRIS_PG_HOST", "a", "host", "a", dict(host="b")),
     ],
 )
 def test_code_wins_over_the_environment(monkeypatch, name, text, field, value, given):
@@ -41,7 +43,7 @@ def test_code_wins_over_the_environment(monkeypatch, name, text, field, value, g
 def test_every_variable_has_a_row_and_a_case():
     assert [v.field for v in VARIABLES] == [
         *("engine", "heap_bytes", "chunk_bytes", "device_chunk_bytes", "direct_bytes"),
-        *("comm_sms", "timeout", "hostile_seed"),
+        *("comm_sms", "inter_host", "timeout", "hostile_seed", "host"),
     ]
     assert all(v.name == f"IRIS_PG_{v.field.upper()}" and v.unit and v.meaning for v in VARIABLES)
 
@@ -51,6 +53,8 @@ def test_every_variable_has_a_row_and_a_case():
     [
         (dict(engine="warp"), r"engine='warp' is not known; it is one of 'auto', 'cu', 'sdma'"),
         (dict(engine=3), "engine=3 is not known"),
+        (dict(inter_host="tcp"), r"inter_host='tcp' is not known; it is one of 'auto', 'gloo', 'nccl'"),
+        (dict(host=3), "host=3; it takes a name"),
         (dict(heap_bytes=0), "heap_bytes=0; it takes a positive"),
         (dict(heap_bytes=1.5), r"heap_bytes=1\.5; it takes a positive"),
         (dict(heap_bytes="1G"), "heap_bytes='1G'"),
@@ -86,11 +90,11 @@ def test_a_variable_that_cannot_be_read(monkeypatch, variable):
 
 def test_a_deep_copy_has_the_same_values():
     sizes = dict(heap_bytes=12345, chunk_bytes=768, device_chunk_bytes=1024, direct_bytes=9, comm_sms=4)
-    options = Options(engine="cu", **sizes, timeout=9.5, hostile_seed=3)
+    options = Options(engine="cu", **sizes, timeout=9.5, hostile_seed=3, inter_host="gloo", host="a")
     assert repr(copy.deepcopy(options)) == repr(options)
     assert options.timeout_s == 9.5
     assert Options(timeout=datetime.timedelta(minutes=1)).timeout_s == 60
     assert repr(options) == (
         "Options(engine='cu', heap_bytes=12345, chunk_bytes=768, device_chunk_bytes=1024, direct_bytes=9, comm_sms=4, "
-        "timeout=9.5, hostile_seed=3)"
+        "timeout=9.5, hostile_seed=3, inter_host='gloo', host='a')"
     )

@@ -77,6 +77,12 @@ def parser() -> argparse.ArgumentParser:
     )
     p.add_argument("--sizes", type=_sizes, default=_SIZES, help="bytes per rank (%(default)s)")
     p.add_argument("--ranks", type=_positive, default=2, help="when no launcher has started them (%(default)s)")
+    p.add_argument(
+        "--hosts",
+        type=_positive,
+        default=1,
+        help="that many groups of these ranks behave as if each were on a host of its own (%(default)s)",
+    )
     p.add_argument("--rounds", type=_positive, default=9, help="interleaved rounds (%(default)s)")
     p.add_argument(
         "--iterations", type=_positive, help="calls per contender and round (as many as take 40 ms, 3 to 1000)"
@@ -109,12 +115,17 @@ def parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run and return the exit status: 0, or 1 for a wrong result."""
     arguments = list(sys.argv[1:] if argv is None else argv)
-    args = parser().parse_args(arguments)
+    command_line = parser()
+    args = command_line.parse_args(arguments)
     if args.device == "cuda" and not torch.cuda.is_available():
         print("--device cuda needs a GPU; torch sees none", file=sys.stderr)
         return 1
+    if args.hosts > args.ranks:
+        command_line.error(f"--hosts {args.hosts}: each has a rank at least, and there are {args.ranks} (--ranks)")
     if "RANK" not in os.environ:
-        return run_ranks("iris_pg.bench", arguments, args.ranks, args.deadline)
+        return run_ranks("iris_pg.bench", arguments, args.ranks, args.deadline, args.hosts)
+    if args.hosts > 1 and not args.store:
+        command_line.error("--hosts is for ranks that no launcher has started; set IRIS_PG_HOST for each")
     faulthandler.dump_traceback_later(args.deadline, exit=True)
     torch.set_num_threads(1)
     dist.init_process_group(
@@ -154,7 +165,7 @@ def _run(args: argparse.Namespace) -> int:
         return 1
     others = meter.others()
     if rank == 0:
-        report.print_table(rows, world, anchor, others, sorted({c.note for c in groups if c.note}))
+        report.print_table(rows, world, anchor, others, sorted({c.note for c in groups if c.note}), args.hosts)
         if args.json:
             options = {name: value for name, value in vars(args).items() if name not in ("store", "json", "deadline")}
             with open(args.json, "w") as file:

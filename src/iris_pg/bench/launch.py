@@ -12,10 +12,11 @@ from collections.abc import Sequence
 _GRACE_S = 5.0  # how long the others may go on when one rank has failed: they usually fail too, and say why
 
 
-def run_ranks(module: str, arguments: Sequence[str], ranks: int, deadline_s: float) -> int:
+def run_ranks(module: str, arguments: Sequence[str], ranks: int, deadline_s: float, hosts: int = 1) -> int:
     """Run ``python -m module arguments --store URL`` once per rank; return the first status that is not 0, else 0.
 
     Args:
+        hosts: what the ranks believe to be on, each on one as large as the others where that can be; they are here.
         deadline_s: ranks still running then are killed, and the status is 124.
     """
     with tempfile.TemporaryDirectory(prefix="iris_pg_bench") as folder:
@@ -24,6 +25,8 @@ def run_ranks(module: str, arguments: Sequence[str], ranks: int, deadline_s: flo
         try:
             for rank in range(ranks):
                 place = dict(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_WORLD_SIZE=str(ranks))
+                if hosts > 1:
+                    place["IRIS_PG_HOST"] = f"host{rank * hosts // ranks}"
                 processes.append(subprocess.Popen(command, env={"OMP_NUM_THREADS": "1", **os.environ, **place}))
             return _wait(processes, time.monotonic() + deadline_s, deadline_s)
         finally:

@@ -102,11 +102,14 @@ def _record(row: Row) -> dict[str, Any]:
     }
 
 
-def print_table(rows: Sequence[Row], world: int, anchor: str, others: float, notes: Iterable[str] = ()) -> None:
+def print_table(
+    rows: Sequence[Row], world: int, anchor: str, others: float, notes: Iterable[str] = (), hosts: int = 1
+) -> None:
     """Print the rows, with rich where it is installed; ``others`` as in :func:`document`."""
+    ranks = f"{world} ranks" + (f" on {hosts} hosts" if hosts > 1 else "")
     heads = ("bytes/rank", "contender", "median us", "p10 - p90", "loop us", "GB/s per rank", f"times {anchor}", "")
     for operation, group in itertools.groupby(rows, lambda row: row.operation):
-        _print_lines(f"{operation}, {world} ranks", heads, list(group))
+        _print_lines(f"{operation}, {ranks}", heads, list(group))
     print("median, p10, p90: time of a call on the rank with the largest median; loop: time of a block / its calls")
     print(f"GB/s per rank: bytes received from others / median; {FLOOR}: a local copy of bytes/rank, all ranks at once")
     print(f"times {anchor}: median (least - most) over rounds of {anchor}'s time / this one's")

@@ -19,10 +19,13 @@ class Patience:
         ranks: processes that share this machine's cores; with more of them than cores, spinning only delays the others.
         check: called now and then with (address, expected, seen) while a poll waits; raises when waiting is in vain.
         describe: returns what the flag at an address is, in words, for messages.
+
+    Attributes:
+        yield_s: seconds that a wait yields its core to whoever wants it before it begins to sleep.
     """
 
     CHECK_S = 2e-3  # seconds between two looks at peers and the deadline
-    _SPIN_S, _YIELD_S, _SLEEP_S = 5e-6, 2e-3, 500e-6  # longer spins keep a peer on the same core from running
+    _SPIN_S, _SLEEP_S = 5e-6, 500e-6  # longer spins keep a peer on the same core from running
     _TURNS = 400  # polls a spin, about 1 us
 
     def __init__(
@@ -32,7 +35,7 @@ class Patience:
         check: Callable[[int, int, int], None] | None = None,
         describe: Callable[[int], str] | None = None,
     ) -> None:
-        self.timeout_s = timeout_s
+        self.timeout_s, self.yield_s = timeout_s, 2e-3
         self.check = check
         self.describe = describe or (lambda address: f"flag at {address:#x}")
         self._spin_s = self._SPIN_S if ranks <= usable_cores() else 0.0
@@ -55,7 +58,7 @@ class Patience:
                 next_check = now + self.CHECK_S
             if waited < self._spin_s:
                 continue
-            if waited < self._YIELD_S:
+            if waited < self.yield_s:
                 os.sched_yield()
             else:
                 time.sleep(min(waited / 20, self._SLEEP_S))
