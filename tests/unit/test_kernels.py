@@ -95,6 +95,14 @@ def test_flags_are_released_and_acquired_at_system_scope(name, backend, arch, wi
         for instruction in ("buffer_wbl2", "buffer_inv"):
             found = [line for line in lines if line.startswith(instruction)]
             assert found and all("sc0 sc1" in line for line in found), found
+        # The release waits for the stores of its own wave; every wave does before the barrier.
+        drains = [i for i, line in enumerate(lines) if line == "s_waitcnt vmcnt(0)" and lines[i - 1] == ";;#ASMSTART"]
+        assert drains
+        for i in drains:
+            follow = [line for line in lines[i:] if line.startswith(("s_barrier", "buffer_store", "global_store"))]
+            assert follow[0].startswith("s_barrier"), follow[:3]
+        clocks = [i for i, line in enumerate(lines) if line.startswith("s_memrealtime")]
+        assert clocks and all(lines[i + 1] == "s_waitcnt lgkmcnt(0)" for i in clocks)
 
 
 @pytest.mark.parametrize("name", LAUNCHES)

@@ -129,7 +129,7 @@ def exchange(
                     *(own_source + first_own, own_target + first_own, tl.where(k <= 1, n_own, 0), n),
                     *(mine + here, pick(receives, peer, world) + first_in, n_in, BLOCK, WORD, TO_ALL),
                 )
-            raise_round(i, sent, taken, j, bases, flags, lane, sending, taking, cta, rank, world, CREDITS)
+            raise_round(*(i, sent, taken, j, bases, flags, lane, sending, taking, cta, rank, world, CREDITS, PLATFORM))
         sent_now += sending.to(tl.int32)
         taken_now += taking.to(tl.int32)
     count(counters, sent_now, taken_now, sent + rounds.to(tl.int32), lane, others, world, CREDITS)
@@ -192,14 +192,27 @@ def await_round(
 
 @triton.jit
 def raise_round(
-    i, sent, taken, j, bases, flags, lane, sending, taking, cta, rank, world: tl.constexpr, CREDITS: tl.constexpr
+    i,
+    sent,
+    taken,
+    j,
+    bases,
+    flags,
+    lane,
+    sending,
+    taking,
+    cta,
+    rank,
+    world: tl.constexpr,
+    CREDITS: tl.constexpr,
+    PLATFORM: tl.constexpr,
 ):
     """Say that chunk i has been sent and chunk j copied out."""
     there = flags_there(bases, flags, cta, ARRIVED if CREDITS else ROUND, lane, rank, world)
-    raise_all(there, sent + i + 1, sending)
+    raise_all(there, sent + i + 1, sending, PLATFORM)
     if CREDITS:
         if j >= 0:
-            raise_all(flags_there(bases, flags, cta, DRAINED, lane, rank, world), taken + j + 1, taking)
+            raise_all(flags_there(bases, flags, cta, DRAINED, lane, rank, world), taken + j + 1, taking, PLATFORM)
 
 
 @triton.jit

@@ -82,8 +82,12 @@ def flags_there(bases, flags, cta, which: tl.constexpr, lane, rank, world: tl.co
 
 
 @triton.jit
-def raise_all(there, values, mask):
+def raise_all(there, values, mask, PLATFORM: tl.constexpr):
     """Write flags at peers, after everything that this CTA has stored."""
+    if PLATFORM == HIP:  # a barrier there does not wait for stores, and a release for those of its own wave only
+        tl.inline_asm_elementwise(
+            "s_waitcnt vmcnt(0)\nv_mov_b32 $0, 0", "=v,~{memory}", [], dtype=tl.int32, is_pure=False, pack=1
+        )
     tl.debug_barrier()
     tl.atomic_xchg(there, values, mask=mask, sem="release", scope="sys")
 
@@ -141,7 +145,10 @@ def look(late, cta, counters, words, mark, began, limit_ns, world: tl.constexpr,
         if PLATFORM == CUDA:
             now = tl.extra.cuda.globaltimer().to(tl.int64)
         else:
-            now = tl.extra.hip.memrealtime().to(tl.int64) * 10  # ticks of 100 MHz
+            # In ticks of 100 MHz. Triton's memrealtime waits for a counter that is not that of this instruction.
+            now = 10 * tl.inline_asm_elementwise(
+                "s_memrealtime $0\ns_waitcnt lgkmcnt(0)", "=s", [], dtype=tl.int64, is_pure=False, pack=1
+            )
         began = tl.where(began == 0, now, began)
         is_over = now - began > limit_ns
         tl.store(words + ERROR, late, mask=is_over)

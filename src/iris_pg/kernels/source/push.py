@@ -71,7 +71,7 @@ def push(
     admitted = tl.load(counters + ADMITTED * world + lane, mask=writing, other=0) + 1
     wrote = tl.load(counters + WROTE * world + lane, mask=writing, other=0) + 1
 
-    raise_all(flags_there(bases, flags, cta, ENTER, lane, rank, world), entered, written & alive)
+    raise_all(flags_there(bases, flags, cta, ENTER, lane, rank, world), entered, written & alive, PLATFORM)
     if not TO_ALL:
         first, n = part_of(own_bytes, own_share, cta)
         copy(own_source + first, own_target + first, n, BLOCK, WORD)
@@ -92,7 +92,7 @@ def push(
                 nbytes = pick(send_bytes, peer, world)
                 first, n = part_of(nbytes, pick(send_shares, peer, world), cta)
                 copy(pick(sends, peer, world) + first, pick(places, peer, world) + first, n, BLOCK, WORD)
-        raise_all(flags_there(bases, flags, cta, DONE, lane, rank, world), wrote, writing)
+        raise_all(flags_there(bases, flags, cta, DONE, lane, rank, world), wrote, writing, PLATFORM)
     done = flags_here(bases, flags, cta, DONE, lane, rank, world)
     await_all(*(done, got, written, lane, cta, counters, words, 1, limit_ns, alive, world, POLLS, PLATFORM))
 

@@ -202,7 +202,7 @@ def reduce(
                     *(source, target, slots, taken + j, landing, whole, n_in // SIZE, slot_bytes, lane, cta, rank),
                     *(ctas, world, 16, SIZE, ELEMENT, ACCUMULATOR, OP),
                 )
-            raise_round(i, sent, taken, j, bases, flags, lane, sending, taking, cta, rank, world, CREDITS)
+            raise_round(*(i, sent, taken, j, bases, flags, lane, sending, taking, cta, rank, world, CREDITS, PLATFORM))
         sent_now += sending.to(tl.int32)
         taken_now += taking.to(tl.int32)
     count(counters, sent_now, taken_now, sent + rounds.to(tl.int32), lane, others, world, CREDITS)
