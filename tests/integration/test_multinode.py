@@ -76,7 +76,8 @@ def run_nodes(*arguments: str, ranks_of_node=(1, 1), prefixes=((), ()), address=
     return "\n".join(said)
 
 
-@pytest.mark.parametrize("ranks_of_node", [pytest.param((1, 1), marks=needs_time), (2, 1)])
+@needs_time
+@pytest.mark.parametrize("ranks_of_node", [(1, 1), (2, 1)])
 def test_torchrun_with_two_nodes(tmp_path, ranks_of_node):
     script = tmp_path / "script.py"
     script.write_text(SUMS)
