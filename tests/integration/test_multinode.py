@@ -76,7 +76,8 @@ def run_nodes(*arguments: str, ranks_of_node=(1, 1), prefixes=((), ()), address=
     return "\n".join(said)
 
 
-@pytest.mark.parametrize("ranks_of_node", [pytest.param((1, 1), marks=needs_time), (2, 1)])
+@needs_time
+@pytest.mark.parametrize("ranks_of_node", [(1, 1), (2, 1)])
 def test_torchrun_with_two_nodes(tmp_path, ranks_of_node):
     script = tmp_path / "script.py"
     script.write_text(SUMS)
@@ -93,7 +94,8 @@ def test_torchrun_with_two_nodes(tmp_path, ranks_of_node):
 def test_the_losses_are_those_of_gloo(script, ranks_of_node):
     name, *arguments = script.split()
     said = run_nodes(str(EXAMPLES / name), *arguments, "--compare", "gloo", "--steps", "3", ranks_of_node=ranks_of_node)
-    assert re.search(r"largest difference between the losses over \w+ and \w+: 0$", said, re.M), said
+    found = re.search(r"largest difference between the losses over \w+ and \w+: (\S+)$", said, re.M)
+    assert found and float(found[1]) <= (0 if ranks_of_node == (1, 1) else 1e-6), said  # four are added in any order
 
 
 # A network namespace is what two hosts do not share.

