@@ -198,7 +198,7 @@ some = list(GPUS) if FULL else ["sm_90", "gfx942", "gfx1250"]
 
 
 @pytest.mark.parametrize("language", MOVES)
-@pytest.mark.parametrize("gpu", GPUS if FULL else ["sm_90", "gfx942"])
+@pytest.mark.parametrize("gpu", GPUS if FULL else ["sm_90", "gfx942", "gfx950"])
 def test_blocks_move_16_bytes_at_a_time(gpu, language):
     kernel = MOVES[language]
     constants = dict(rank=0, world=2, N=1024) if language == "triton" else dict(N=1024)
@@ -249,7 +249,7 @@ ENGINES = {"triton": engine_in_triton, "gluon": engine_in_gluon}
 
 
 @pytest.mark.parametrize("language", ENGINES)
-@pytest.mark.parametrize("gpu", GPUS if FULL else ["sm_90", "gfx942"])
+@pytest.mark.parametrize("gpu", GPUS if FULL else ["sm_90", "gfx942", "gfx950"])
 def test_a_packet_is_released_to_the_system_before_its_doorbell(gpu, language):
     code = compiled(ENGINES[language], gpu, **(dict(rank=0, world=2) if language == "triton" else {}), N=1024)
     lines = lines_of(code)
@@ -267,6 +267,18 @@ def test_a_packet_is_released_to_the_system_before_its_doorbell(gpu, language):
         assert kinds and all("sys" in kind or kind.startswith(("gpu.relaxed.max", "gpu.relaxed.or")) for kind in kinds)
         assert len(re.findall(r"ld\.volatile\.global\.b64", code)) >= 5  # rptr and answers, past the caches
         assert "%globaltimer" in code
+    elif gpu == "gfx1250":
+        rung = [line for line in lines if re.match(r"global_store_b64 .* scope:SCOPE_SYS", line)]
+        assert len(rung) == 8
+        order = [
+            re.split(r" ", line)[0] for line in lines if re.match(r"global_(wb|inv|atomic_add_u64) .*SCOPE_SYS", line)
+        ]
+        release = ["global_wb", "global_atomic_add_u64", "global_inv"]
+        assert sum(order[i : i + 3] == release for i in range(len(order))) == 8
+        drained = [i for i, line in enumerate(lines) if line == "s_wait_storecnt 0x0" and "v_mov_b32" in lines[i + 1]]
+        assert sum(any("s_barrier" in line for line in lines[i : i + 30]) for i in drained) >= 4
+        assert "s_sendmsg_rtn_b64" in code
+        assert len([line for line in lines if re.match(r"global_load_b64 .*scope:SCOPE_SYS", line)]) >= 5
     else:
         rung = [i for i, line in enumerate(lines) if re.match(r"global_store_dwordx2 .* sc0 sc1", line)]
         assert len(rung) == 8
@@ -326,7 +338,7 @@ def test_tiles_are_moved_by_the_bulk_copy_unit():
             assert "tensor_load_to_lds" in code and "tensor_store_from_lds" in code and "s_wait_tensorcnt 0x0" in code
 
 
-@pytest.mark.parametrize("gpu", GPUS if FULL else ["sm_90", "gfx942"])
+@pytest.mark.parametrize("gpu", GPUS if FULL else ["sm_90", "gfx950"])
 def test_kernels_of_collectives_and_plans_compile(gpu):
     """The all-gather in both languages, what plans call, and the proxy's atomics."""
     import device_kernels
