@@ -7,6 +7,7 @@ import datetime
 import os
 import signal
 import time
+from unittest import mock
 
 import pytest
 import torch
@@ -23,6 +24,7 @@ from iris_pg.errors import (
     PeerLostError,
     UnsupportedError,
 )
+from iris_pg.multinode import wire
 from iris_pg.multinode.group import HierarchicalProcessGroup
 from iris_pg.process_group import IrisProcessGroup
 from table.runner import groups_of, mistakes
@@ -257,6 +259,28 @@ def overlaps(rank, world, letters):
 @pytest.mark.parametrize("letters", some("abb", full=["aabb"]))
 def test_operations_overlap(ranks, letters):
     ranks(len(letters)).run(overlaps, letters, init=None)
+
+
+def waits_for_a_late_message(rank, world, letters, largest_mesh):
+    """A receive begins before an operation that its sender is to take part in first."""
+    with mock.patch.object(wire, "LARGEST_MESH", largest_mesh), world_group(rank, world, letters):
+        arriving, last = torch.zeros(3), world - 1
+        if rank == 0:
+            work = dist.irecv(arriving, last)
+        total = torch.ones(5)
+        dist.all_reduce(total)
+        if rank == last:
+            dist.send(torch.arange(3.0), 0)
+        if rank == 0:
+            work.wait()
+            assert arriving.tolist() == [0, 1, 2]
+        assert total.tolist() == [world] * 5
+
+
+@pytest.mark.parametrize(("letters", "largest_mesh"), [("aabb", wire.LARGEST_MESH), ("abb", 0)])
+def test_a_receive_may_begin_long_before_its_send(ranks, letters, largest_mesh):
+    """Of any two ranks; where not all are connected, of those that are."""
+    ranks(len(letters)).run(waits_for_a_late_message, letters, largest_mesh, init=None)
 
 
 # Failures -------------------------------------------------------------------------------------------------------------

@@ -1,9 +1,10 @@
 """What carries bytes between hosts: an existing engine, Gloo for CPU tensors and NCCL for CUDA tensors.
 
-Each engine is one context of all ranks of the group, which connects two ranks when they first have something for each
-other; those to its counterparts, one for each other host, when the group is made, so that a host that dies is noticed
-from the first operation on. Every rank has an engine of its own, and Gloo's takes the network interface
-that is its rank's turn among those in ``GLOO_SOCKET_IFNAME``, so all network cards of a host work.
+Each engine is one context of all ranks of the group. Gloo connects two ranks when they first have something for each
+other, and then each waits for the other; so a receive could not be begun long before its send. Therefore ranks of a
+group that is not large are all connected when it is made; in a large one a rank is connected to its counterparts, one
+on each other host. Every rank has an engine of its own, and Gloo's takes the network interface that is its rank's turn
+among those in ``GLOO_SOCKET_IFNAME``, so all network cards of a host work.
 """
 
 from __future__ import annotations
@@ -28,6 +29,9 @@ LARGEST_TAG = (1 << 30) - 2
 """Of a message between users; tags of Gloo have 31 bits, of which one tells messages from operations."""
 
 ANY = -1  # in place of a rank
+LARGEST_MESH = 256
+"""Ranks of the largest group that has all its connections from the start, as groups of Gloo's own have."""
+
 _NEVER = 2 * (LARGEST_TAG + 1)  # a tag that nobody sends with
 _AT_ONCE = datetime.timedelta(milliseconds=1)
 _ATTEMPTS = 5  # of Gloo to connect to a rank, each as long as its context's timeout
@@ -95,7 +99,9 @@ class GlooWire:
         self._gloo: Any = dist.ProcessGroupGloo(store, rank, hosts.world, options)
         self._reached: int | None = None  # a rank that there is a connection to
         try:
-            self._connect(hosts.peers(rank))
+            host = hosts.places[rank][0]
+            everyone = [peer for other in hosts.others(host) for peer in hosts.members[other]]
+            self._connect(everyone if hosts.world <= LARGEST_MESH else hosts.peers(rank))
         except BaseException:
             self.close()
             raise
