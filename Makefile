@@ -52,15 +52,18 @@ lint: $(STAMP)
 types: $(STAMP)
 	$(BIN)/mypy src
 
-# Two at a time: PyTorch's own tests, which sleep for most of their time, and examples beside all others.
-BESIDE := tests/conformance/ tests/integration/
-OTHERS := $(filter-out tests/unit/ tests/__pycache__/ $(BESIDE),$(wildcard tests/*/))
+# Three at a time, as many tests wait or sleep: PyTorch's own; scripts under torchrun, and small things; all others.
+BESIDE := tests/integration/ tests/regressions/ tests/gpu/
+OTHERS := $(filter-out tests/__pycache__/ tests/conformance/ $(BESIDE),$(wildcard tests/*/))
 
 pytest: $(STAMP)
 ifeq ($(strip $(PYTEST_FLAGS)),)
-	@log=$$(mktemp); $(BIN)/python -m pytest $(BESIDE) >$$log 2>&1 & beside=$$!; status=0; \
-	  $(BIN)/python -m pytest tests/unit/ $(OTHERS) || status=1; \
-	  wait $$beside || status=1; cat $$log; rm $$log; exit $$status
+	@logs=$$(mktemp -d); status=0; \
+	  $(BIN)/python -m pytest tests/conformance >$$logs/conformance 2>&1 & conformance=$$!; \
+	  $(BIN)/python -m pytest $(BESIDE) >$$logs/beside 2>&1 & beside=$$!; \
+	  $(BIN)/python -m pytest $(OTHERS) || status=1; \
+	  wait $$conformance || status=1; wait $$beside || status=1; \
+	  cat $$logs/*; rm -r $$logs; exit $$status
 else
 	$(BIN)/python -m pytest $(PYTEST_FLAGS)
 endif

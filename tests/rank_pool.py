@@ -355,11 +355,15 @@ def shared_mappings() -> Counter[str]:
 
 
 def threads() -> Counter[str]:
-    """Return the names of the threads of this process, Python's or not."""
+    """Return the names of the threads of this process, Python's or not, but for autograd's: torch keeps one for each
+    kind of device from the first backward pass on.
+    """
     found: Counter[str] = Counter()
     for task in os.listdir("/proc/self/task"):
         with contextlib.suppress(OSError):
-            found[f"thread {Path(f'/proc/self/task/{task}/comm').read_text().strip()}"] += 1
+            name = Path(f"/proc/self/task/{task}/comm").read_text().strip()
+            if not name.startswith("pt_autograd"):
+                found[f"thread {name}"] += 1
     return found
 
 

@@ -470,7 +470,7 @@ def gathers_alone(rank, world):
     from iris_pg.collective_api import Config
     from iris_pg.errors import QueueError
 
-    with context(IRIS_PG_TIMEOUT="0.5") as ctx:
+    with context(IRIS_PG_TIMEOUT="1.5") as ctx:
         output, input = ctx.zeros(world * 8), ctx.ones(8)
         ctx.ccl.all_gather(output, input, config=Config(all_gather_variant="kernel_puts"))
         if rank == 0:
@@ -479,7 +479,7 @@ def gathers_alone(rank, world):
             with pytest.raises(QueueError, match="for a flag from that rank"):
                 ctx.quiet()
         else:
-            time.sleep(1.5)
+            time.sleep(3.5)
 
 
 def test_an_all_gather_without_a_peer_is_an_error(ranks):

@@ -111,7 +111,7 @@ def test_ranks_that_call_differently_are_all_told(ranks, case, engine):
         assert re.search(r"rank \d", text), text
         assert "different operations" in text, text
         assert re.search(rf"\[group=\w+ rank={rank} op=\w+ seq=\d+\]", text), text
-        assert seconds < 5, text
+        assert seconds < 10, text  # of 20
         assert then[0] == ClosedError.__name__, then
         assert "has failed before" in then[1]
         assert then[2] < 1
@@ -150,7 +150,7 @@ def test_another_dtype_of_the_same_size_is_told_by_the_operation_itself(ranks, a
     ):
         assert kind == MismatchError.__name__, text
         assert "different operations" in text and re.search(r"rank \d", text), text
-        assert seconds < 5, text
+        assert seconds < 10, text  # of 20
         for then, then_text, then_seconds in later:
             assert then == ClosedError.__name__, then_text
             assert "has failed before" in then_text and "different operations" in then_text, then_text

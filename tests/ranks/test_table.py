@@ -24,7 +24,7 @@ ENGINES = ["sdma", "cu"]
 
 # (engine, ranks) -> rows of each operation, where not a whole sample: more ranks than a CI machine has cores take
 # turns, and the cu engine is an interpreter on CPUs.
-FEWER = {("sdma", 8): 8, ("cu", 1): 4, ("cu", 3): 2, ("cu", 4): 1, ("cu", 8): 1}
+FEWER = {("sdma", 8): 5, ("cu", 1): 4, ("cu", 2): 8, ("cu", 3): 2, ("cu", 4): 1, ("cu", 8): 1}
 
 
 def rows(engine: str, world: int) -> list[Row]:
