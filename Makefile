@@ -52,8 +52,8 @@ lint: $(STAMP)
 types: $(STAMP)
 	$(BIN)/mypy src
 
-# Three at a time, as many tests wait or sleep: PyTorch's own; single processes and torchrun; groups of ranks.
-BESIDE := tests/unit/ tests/integration/ tests/regressions/ tests/gpu/
+# Three at a time, as many tests wait or sleep: PyTorch's own; scripts under torchrun, and small things; all others.
+BESIDE := tests/integration/ tests/regressions/ tests/gpu/
 OTHERS := $(filter-out tests/__pycache__/ tests/conformance/ $(BESIDE),$(wildcard tests/*/))
 
 pytest: $(STAMP)
