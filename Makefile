@@ -53,7 +53,7 @@ types: $(STAMP)
 	$(BIN)/mypy src
 
 # Three at a time, as many tests wait or sleep: PyTorch's own; scripts under torchrun, and small things; all others.
-BESIDE := tests/integration/ tests/regressions/ tests/gpu/
+BESIDE := tests/unit/ tests/integration/ tests/regressions/ tests/gpu/
 OTHERS := $(filter-out tests/__pycache__/ tests/conformance/ $(BESIDE),$(wildcard tests/*/))
 
 pytest: $(STAMP)
