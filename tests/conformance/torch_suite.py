@@ -3,8 +3,8 @@
     python tests/conformance/torch_suite.py --ranks 2 [--as-gloo] [NAME ...]
 
 With ``--as-gloo`` the tests see a backend named "gloo" and 20 more of them run; their calls go to "iris". Prints one
-JSON line: how many passed, failed and were skipped, why those were, and what the failures said. Each test starts its
-ranks with fork, which is some twenty times faster than spawn, torch's own way.
+JSON line: how many passed, failed and were skipped, why those were and which, and what the failures said. Each test
+starts its ranks with fork, which is some twenty times faster than spawn, torch's own way.
 """
 
 from __future__ import annotations
@@ -98,7 +98,8 @@ def main() -> int:
         "skipped": len(result.skipped),
     }
     why = collections.Counter(reason for _, reason in result.skipped)
-    print(json.dumps({**counts, "why skipped": why, "failures": bad}))
+    which = [test.id().split(".")[-1] for test, _ in result.skipped]
+    print(json.dumps({**counts, "why skipped": why, "which": which, "failures": bad}))
     return 1 if bad else 0
 
 
