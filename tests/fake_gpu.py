@@ -20,11 +20,13 @@ import torch.distributed as dist
 from iris_pg import device_transport, device_work
 from iris_pg.copy_engine import stream as stream_engine
 from iris_pg.copy_engine.reduction import reduce_bytes
+from iris_pg.operations import base, exchanges, gathers, reductions, rooted
 from iris_pg.platforms.atomics import atomics
 from iris_pg.platforms.cpu import HostMemory
 from iris_pg.platforms.gpu import platform as cuda
 
 DEVICE = torch.device("cuda", 0)
+repeated: list[tuple] = []  # keys of operations that were known from a call before
 
 
 class Stream:
@@ -142,6 +144,12 @@ def reduction(device, op, dtype, dst, sources, nbytes):
     return lambda raw: Stream.all[raw].submit(lambda: reduce_bytes(op, dtype, dst, sources, nbytes))
 
 
+def place(tensor):
+    """As :func:`iris_pg.operations.base.place`, of CPU tensors."""
+    is_plain = type(tensor) is torch.Tensor and tensor.layout is torch.strided
+    return (tensor.data_ptr(), tensor.numel(), tensor.dtype) if is_plain and base._is_dense(tensor) else None
+
+
 @contextlib.contextmanager
 def on(stream):
     before, Stream.current = Stream.current, stream
@@ -169,6 +177,7 @@ def pretend():
         (device_work, dict(raw_stream=lambda device: Stream.current.cuda_stream)),
         (device_transport, dict(stream_of=lambda device, raw: Stream.all[raw])),
         (device_transport, dict(raw_stream=lambda device: Stream.current.cuda_stream)),
+        *((module, dict(place=place)) for module in (gathers, reductions, rooted, exchanges)),
         (torch.cuda, dict(Stream=Stream, Event=Event, stream=on, device=lambda device: contextlib.nullcontext())),
         (torch.cuda, dict(current_stream=lambda device=None: Stream.current, synchronize=synchronize)),
         (torch.cuda, dict(is_current_stream_capturing=lambda: False, current_device=lambda: 0)),
@@ -193,20 +202,28 @@ def pretend():
         for stream in Stream.all.values():
             stream.submit(None)
         Stream.all.clear()
+        repeated.clear()
 
 
 def _use(group):
     """Let a group of CPU tensors move them by its transport for the fake GPU, until its end."""
 
-    def run(device, key, local, flow, names, addresses, outputs, asynchronous, keep, after):
+    def run(device, *given):
+        *given, after, seen = given if len(given) == 10 else (*given, None)
+
         def behind():
             Stream.current.submit(after)
 
-        given = (key, local, flow, names, addresses, outputs, asynchronous, keep, behind if after else None)
-        work = group._on(DEVICE).perform(*given)
+        return done(type(group)._run(group, DEVICE, *given, behind if after else None, seen), given[6])
+
+    def repeat(known, outputs, asynchronous, keep):
+        repeated.append(known[1].key)
+        return done(type(group)._repeat(group, known, outputs, asynchronous, keep), asynchronous)
+
+    def done(work, asynchronous):
         if not asynchronous:
             Stream.current.synchronize()
-        return group._coalesced(work) if asynchronous else work
+        return work
 
     def send(tensors, dst, tag=0):
         return group._on(DEVICE).send(tensors[0], dst, tag, tensors)
@@ -214,6 +231,6 @@ def _use(group):
     def recv(tensors, src, tag=0):
         return group._on(DEVICE).recv(tensors[0], src, tag, tensors, None)
 
-    group._run, group.send, group.recv = run, send, recv
+    group._run, group._repeat, group.send, group.recv = run, repeat, send, recv
     group._offset = lambda tensor, nbytes: group._on(DEVICE).tensors.offset_of(tensor.data_ptr(), nbytes)
     group._barrier_device = lambda opts: DEVICE

@@ -96,14 +96,15 @@ class DeviceCopies:
         self,
         key: Key,
         local: Any,
-        sequence: int,
         flow: Callable[[Key, Any], Flow | Fold],
+        sequence: int,
         program: Callable[[Setting], Program] | None,
         names: Sequence[str],
         addresses: Sequence[int],
         captures: bool,
     ) -> Prepared:
-        """Return operation number ``sequence``, ready; arguments are those of :meth:`DeviceTransport.perform`.
+        """Return operation number ``sequence``, ready; arguments are those of :class:`DeviceOperation` and
+        :meth:`DeviceTransport.perform`.
 
         While a graph is captured it has one lane, unless others only copy: a graph with waits on parallel branches was
         seen to hang.

@@ -101,7 +101,7 @@ class DeviceExchanges:
         names: Sequence[str],
         addresses: Sequence[int],
     ) -> PreparedExchanges:
-        """Return an operation, ready; arguments are those of :meth:`DeviceTransport.perform`.
+        """Return an operation, ready; arguments are those of :class:`DeviceOperation`.
 
         Raises:
             UnsupportedError: a reduction that the kernels do not have.

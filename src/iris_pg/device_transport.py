@@ -20,7 +20,7 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -31,6 +31,7 @@ from iris_pg.collectives.setting import Setting
 from iris_pg.device_copies import DeviceCopies, Prepared
 from iris_pg.device_exchanges import DeviceExchanges, PreparedExchanges, check_comm_sms, has_reduction, last_resort_s
 from iris_pg.device_messages import DeviceMessages, MailLane
+from iris_pg.device_operation import DeviceOperation
 from iris_pg.device_page import DevicePage
 from iris_pg.device_queues import DeviceQueues, make_queues, try_streams, words_for
 from iris_pg.device_watchdog import Captured, Watchdog
@@ -167,11 +168,7 @@ class DeviceTransport(DeviceMessages):
 
     def perform(
         self,
-        key: Key,
-        local: Any,
-        flow: Callable[[Key, Any], Flow | Fold],
-        names: Sequence[str],
-        addresses: Sequence[int],
+        what: DeviceOperation,
         outputs: list[Any],
         asynchronous: bool = False,
         keep: Any = None,
@@ -182,12 +179,12 @@ class DeviceTransport(DeviceMessages):
         """Put an operation on a stream, and return its work.
 
         Args:
-            key, local, flow, names, addresses: as in :meth:`iris_pg.transport.Transport.run`.
+            what: the operation; it may have been performed before.
             outputs: what the work gives.
             asynchronous: on the group's stream and not on the current one.
             keep: tensors to keep until the work is done, if asynchronous.
             after: called with the operation's stream current, behind the operation.
-            program: builds the program, when it is not what ``flow`` says.
+            program: builds the program, when it is not what the flow says.
             blocks: ``wait`` of the work waits on the host.
 
         Raises:
@@ -195,21 +192,14 @@ class DeviceTransport(DeviceMessages):
         """
         if torch._C._cuda_getDevice() != self._index:
             with torch.cuda.device(self.device):
-                given = (key, local, flow, names, addresses, outputs, asynchronous, keep, after, program, blocks)
-                return self.perform(*given)
-        watch = self.watch
+                return self.perform(what, outputs, asynchronous, keep, after, program, blocks)
+        watch, key = self.watch, what.key
         with self._lock:
             if watch.failure or watch.hears_failure():
                 self._check_usable(key)
             captures = torch._C._cuda_isCurrentStreamCapturing()
             # Before anyone is told that the operation has begun: what is wrong with it is an error and no more.
-            where_to = names, tuple(addresses)
-            prepared: Prepared | PreparedExchanges
-            if self._exchanges and not program and self._is_for_kernels(key, local, flow):
-                prepared = self._exchanges.operation(key, local, flow, *where_to)
-            else:
-                number = watch.sequence + 1
-                prepared = self._copies.operation(key, local, number, flow, program, *where_to, captures)
+            prepared = what.launches or self._prepare(what, program, captures)
             lane, end, held, raw = self._lane, None, None, raw_stream(self.device)
             watch.begin(key, None if captures else lane.count + 1)
             try:
@@ -237,6 +227,15 @@ class DeviceTransport(DeviceMessages):
             if asynchronous or len(lane) > _LOOK_FROM:
                 lane.oldest()
             return StreamWork(outputs, self.device, raw, end, self._failed_with, held, blocks)
+
+    def _prepare(
+        self, what: DeviceOperation, program: Callable[[Setting], Program] | None, captures: bool
+    ) -> Prepared | PreparedExchanges:
+        given = what.key, what.local, what.flow
+        if self._exchanges and not program and self._is_for_kernels(*given):
+            what.launches = self._exchanges.operation(*given, what.names, what.addresses)
+            return what.launches
+        return self._copies.operation(*given, self.watch.sequence + 1, program, what.names, what.addresses, captures)
 
     def _check_usable(self, key: Key) -> None:
         """Raise when the group has failed. A peer that gave up released its streams, so flags may have been signalled
@@ -317,7 +316,8 @@ class DeviceTransport(DeviceMessages):
             return Flow("barrier")
 
         captures = torch.cuda.is_current_stream_capturing()
-        return self.perform(BARRIER, None, flow, (), (), [], asynchronous, program=both, blocks=not captures)
+        what = DeviceOperation(BARRIER, None, flow, (), ())
+        return self.perform(what, [], asynchronous, program=both, blocks=not captures)
 
     # Life -------------------------------------------------------------------------------------------------------------
 

@@ -68,6 +68,61 @@ def every_operation(rank, world, iterations, lanes_from):
             dist.barrier()
 
 
+def calls_are_known_again(rank, world):
+    """The same tensors again and again, in calls that differ in a root, a reduction, a factor, or splits."""
+    n, one, other = 24, dist.ReduceOp.SUM, dist.ReduceOp.MAX
+    splits = [n - 1, n + 1] if rank == 0 else [n + 1, n - 1]  # of what 2 ranks send, and of what they receive
+    with fake_gpu.pretend():
+        part, out = torch.empty(n), torch.empty(world * n)
+        sent, received = torch.empty(2 * n), torch.empty(2 * n)
+        kinds = 0
+        for i in range(6):
+            asynchronous = i % 3 == 1
+
+            def run(call, *given, is_async=asynchronous, **named):
+                settle(call(*given, async_op=is_async, **named), is_async)
+
+            everyones = [values(p, n, i) for p in range(world)]
+            part.copy_(everyones[rank])
+            run(dist.all_gather_into_tensor, out, part)
+            assert torch.equal(out, torch.cat(everyones)), i
+            for op, expected in ((one, sum(everyones)), (other, torch.stack(everyones).max(0).values)):
+                part.copy_(everyones[rank])
+                run(dist.all_reduce, part, op)
+                assert torch.equal(part, expected), (i, op)
+                out.copy_(everyones[rank].repeat(world))
+                run(dist.reduce_scatter_tensor, part, out, op)
+                assert torch.equal(part, expected), (i, op)
+            for factor in (2.0, 3.0):
+                part.copy_(everyones[rank])
+                dist.all_reduce(part, dist._make_nccl_premul_sum(factor))
+                assert torch.equal(part, factor * sum(everyones)), (i, factor)
+            for root in range(world):
+                part.copy_(everyones[rank])
+                run(dist.broadcast, part, root)
+                assert torch.equal(part, everyones[root]), (i, root)
+                part.copy_(everyones[rank])
+                run(dist.reduce, part, root)
+                assert torch.equal(part, sum(everyones) if rank == root else everyones[rank]), (i, root)
+            sent.copy_(values(rank, 2 * n, i, 1))
+            pieces = [values(p, 2 * n, i, 1).view(world, -1)[rank] for p in range(world)]
+            run(dist.all_to_all_single, received, sent)
+            assert torch.equal(received, torch.cat(pieces)), i
+            if world == 2:  # the same number of elements, in parts of other sizes
+                run(dist.all_to_all_single, received, sent, splits, splits)
+                at = 0 if rank == 0 else n - 1, 0 if rank == 0 else n + 1
+                pieces = [values(p, 2 * n, i, 1)[at[p] : at[p] + splits[p]] for p in range(world)]
+                assert torch.equal(received, torch.cat(pieces)), i
+            if i == 0:
+                kinds = len(dist.group.WORLD._known)
+                assert kinds and not fake_gpu.repeated
+            assert len(dist.group.WORLD._known) == kinds and len(fake_gpu.repeated) == i * kinds, i
+        with pytest.raises(ArgumentError, match="rows"):
+            dist.all_to_all_single(received.view(1, -1), sent.view(1, -1))
+        with pytest.raises(ArgumentError, match="has 24 elements"):
+            dist.group.WORLD._gather_into(part, sent, False)
+
+
 def streams_keep_the_order_of_calls(rank, world):
     with fake_gpu.pretend():
         streams = [fake_gpu.Stream() for _ in range(3)]
@@ -146,6 +201,11 @@ OPTIONS = dict(engine="sdma", device_chunk_bytes=CHUNK)
 )
 def test_every_operation(ranks, world, iterations, lanes_from):
     ranks(world).run(every_operation, iterations, lanes_from, options=OPTIONS, timeout_s=100)
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_calls_are_known_again(ranks, world):
+    ranks(world).run(calls_are_known_again, options=OPTIONS)
 
 
 def test_streams_keep_the_order_of_calls(ranks):

@@ -46,6 +46,7 @@ LAYERS = {
     "proxy_channels": 7,
     "triggered": 7,
     "device_work": 7,
+    "device_operation": 7,
     "device_copies": 7,
     "device_exchanges": 7,
     "device_messages": 7,

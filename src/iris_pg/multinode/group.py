@@ -14,7 +14,7 @@ import functools
 import os
 import re
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 from iris_pg import process_group
 from iris_pg.collectives.flow import Flow, Fold
-from iris_pg.device_work import StreamWork, raw_stream
+from iris_pg.device_work import End, StreamWork, raw_stream
 from iris_pg.errors import (
     ArgumentError,
     ClosedError,
@@ -179,6 +179,7 @@ class HierarchicalProcessGroup(WireMessages, process_group.IrisProcessGroup):
         asynchronous: bool,
         keep: Any,
         after: Callable[[], Any] | None,
+        seen: Hashable | None = None,
     ) -> IrisWork:
         plan = self._plans.get((key, local))
         if plan is None:
@@ -216,8 +217,8 @@ class HierarchicalProcessGroup(WireMessages, process_group.IrisProcessGroup):
         if device.type != "cpu":
             # In the order of the current stream: so a call returns at once, and what it does is captured, too.
             self._worker.run(job)
-            event = torch.cuda.current_stream(device).record_event() if asynchronous else None
-            return self._coalesced(StreamWork(outputs, device, raw_stream(device), event, lambda: self._failure))
+            end = End(torch.cuda.current_stream(device), []) if asynchronous else None
+            return self._coalesced(StreamWork(outputs, device, raw_stream(device), end, lambda: self._failure))
         if not asynchronous:
             self._worker.run(job)
             if after:

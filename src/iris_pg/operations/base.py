@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import functools
+from collections.abc import Callable, Hashable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from iris_pg.collectives.flow import Flow, Fold
+from iris_pg.device_operation import DeviceOperation
 from iris_pg.device_work import StreamWork
 from iris_pg.errors import ArgumentError
 from iris_pg.transport import Key, Transport
@@ -19,6 +21,7 @@ if TYPE_CHECKING:
 Tensor = torch.Tensor
 
 _UNCOPIED = {torch.float4_e2m1fn_x2}  # types of a byte that torch cannot copy between all layouts
+_MOST_KNOWN = 4096  # most calls that are remembered
 
 
 class Operations:
@@ -42,6 +45,19 @@ class Operations:
         """Return the GPU on whose stream a barrier is; None where hosts meet."""
         raise NotImplementedError
 
+    @functools.cached_property
+    def _known(self) -> dict[Hashable, tuple[DeviceTransport, DeviceOperation]]:
+        """Calls with CUDA tensors: what they follow from -> what they are."""
+        return {}
+
+    def _repeat(
+        self, known: tuple[DeviceTransport, DeviceOperation], outputs: list[Any], asynchronous: bool, keep: Any
+    ) -> IrisWork:
+        """Run an operation that has been run before at these addresses."""
+        transport, operation = known
+        work = transport.perform(operation, outputs, asynchronous, keep)
+        return self._coalesced(work) if asynchronous else work
+
     def _offset(self, tensor: Tensor, nbytes: int) -> int | None:
         """Return the offset of ``nbytes`` at contiguous ``tensor`` in the symmetric heap, or None when they are not in
         it.
@@ -61,10 +77,20 @@ class Operations:
         asynchronous: bool,
         keep: Any,
         after: Callable[[], Any] | None,
+        seen: Hashable | None = None,
     ) -> IrisWork:
-        """Run one operation; ``key`` is what all ranks agree on, ``local`` what else the flow depends on."""
+        """Run one operation; ``key`` is what all ranks agree on, ``local`` what else the flow depends on.
+
+        Args:
+            seen: what all of it follows from, so that it need not be looked at again; from :func:`place`.
+        """
         if device.type != "cpu":
-            work = self._on(device).perform(key, local, flow, names, addresses, outputs, asynchronous, keep, after)
+            transport, operation = self._on(device), DeviceOperation(key, local, flow, names, addresses)
+            work = transport.perform(operation, outputs, asynchronous, keep, after)
+            if seen and not after:
+                if len(self._known) >= _MOST_KNOWN:
+                    self._known.clear()
+                self._known[seen] = transport, operation
             return self._coalesced(work) if asynchronous else work
         if not asynchronous:
             self.transport.run(key, local, flow, names, addresses)
@@ -94,6 +120,21 @@ class Operations:
         if len(tensors) != 1:
             raise ArgumentError(f"{op}: {len(tensors)} tensors; it takes one per rank")
         return tensors[0]
+
+
+def place(tensor: Tensor) -> tuple[int, int, torch.dtype] | None:
+    """Return the address, number of elements and type of a CUDA tensor whose values are in a row, which say all that
+    matters of it; None of any other tensor.
+    """
+    if (
+        type(tensor) is Tensor
+        and tensor.is_cuda
+        and tensor.layout is torch.strided
+        and tensor.is_contiguous()
+        and not (tensor.is_neg() or tensor.is_conj())
+    ):
+        return tensor.data_ptr(), tensor.numel(), tensor.dtype
+    return None
 
 
 def dense(tensor: Tensor) -> Tensor:

@@ -5,37 +5,19 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Any
-
-import torch
 
 from iris_pg import arguments
 from iris_pg.collectives.flow import Flow, Part
 from iris_pg.errors import ArgumentError
-from iris_pg.operations.base import Operations, Tensor, copy, dense, is_asynchronous, room
+from iris_pg.operations.base import Operations, Tensor, copy, dense, is_asynchronous, place, room
 from iris_pg.program import Copy, Ref
 from iris_pg.transport import Key
 from iris_pg.work import IrisWork
 
-_MOST_KNOWN = 4096  # most calls that are kept
-
-
-def _are_dense(output: Tensor, input: Tensor) -> bool:
-    return (
-        output.is_contiguous()
-        and input.is_contiguous()
-        and not (input.is_neg() or output.is_neg() or input.is_conj() or output.is_conj())
-    )
-
 
 class Gathers(Operations):
     """all_gather in all its forms."""
-
-    @functools.cached_property
-    def _gathers(self) -> dict[Any, tuple[Any, ...]]:
-        """Calls of _gather_into with CUDA tensors: addresses, sizes and types -> what they are."""
-        return {}
 
     def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> IrisWork:
         """Gather every rank's ``input`` [n...] into ``output`` [world * n...] or [world, n...]. See torch.distributed.
@@ -46,21 +28,10 @@ class Gathers(Operations):
         return self._gather_into(output, input, is_asynchronous(opts))
 
     def _gather_into(self, output: Tensor, input: Tensor, asynchronous: bool) -> IrisWork:
-        seen: tuple[Any, ...] | None = None
-        if (
-            type(output) is Tensor
-            and type(input) is Tensor
-            and input.is_cuda
-            and output.layout is torch.strided
-            and input.layout is torch.strided
-        ):
-            seen = (output.data_ptr(), input.data_ptr(), output.numel(), input.numel(), input.dtype, output.dtype)
-            known = self._gathers.get(seen)
-            if known and _are_dense(output, input):  # at these addresses it has been looked at before
-                transport, *what = known
-                outputs, kept = [output], (input, output)
-                work: IrisWork = transport.perform(*what, outputs, asynchronous, kept)
-                return self._coalesced(work) if asynchronous else work
+        here, there = place(input), place(output)
+        seen = here and there and ("all_gather_into_tensor", here, there)
+        if seen and (known := self._known.get(seen)):
+            return self._repeat(known, [output], asynchronous, (input, output))
         arguments.check_gathered("all_gather_into_tensor", output, input, self._world)
         n = input.numel() * input.element_size()
         if n == 0:
@@ -71,20 +42,17 @@ class Gathers(Operations):
         if own_copy:
             arguments.check_overlap("all_gather_into_tensor", target, source, self._rank * n)
         offset = self._offset(target, self._world * n)
-        place = None if offset is None else ("zero copy at", offset)
-        key = ("all_gather_into_tensor", n, "bytes a rank", input.dtype, place)
+        zero_copy = None if offset is None else ("zero copy at", offset)
+        key = ("all_gather_into_tensor", n, "bytes a rank", input.dtype, zero_copy)
         after = None if target is output else lambda: copy([(output, target)])
         keep = (source, target)
         flow, names = self._gather_flow, ("in", "out")
-        if seen and after is None and source is input:
-            if len(self._gathers) >= _MOST_KNOWN:
-                self._gathers.clear()
-            self._gathers[seen] = self._on(target.device), key, own_copy, flow, names, addresses
-        return self._run(target.device, key, own_copy, flow, names, addresses, [output], asynchronous, keep, after)
+        given = (target.device, key, own_copy, flow, names, addresses, [output], asynchronous, keep, after, seen)
+        return self._run(*given)
 
     def _gather_flow(self, key: Key, own_copy: bool) -> Flow:
-        op, n, _, _, place = key
-        offset = place and place[1]
+        op, n, _, _, zero_copy = key
+        offset = zero_copy and zero_copy[1]
         rank, into, here = self._rank, Ref(self._rank, "out", 0), Ref(self._rank, "in", 0)
         sends = [Part(p, n, here, None if offset is None else Ref(p, "heap", offset + rank * n)) for p in self._peers]
         receives = [Part(p, n, into + p * n) for p in self._peers]

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from iris_pg import arguments
 from iris_pg.collectives.flow import Fold, Part
 from iris_pg.errors import ArgumentError
-from iris_pg.operations.base import Tensor, copy, dense, is_asynchronous, room
+from iris_pg.operations.base import Tensor, copy, dense, is_asynchronous, place, room
 from iris_pg.operations.gathers import Gathers
 from iris_pg.program import Ref
 from iris_pg.reduce_ops import reduction
@@ -31,6 +31,10 @@ class Reductions(Gathers):
     def allreduce(self, tensors: list[Tensor], opts: Any = None) -> IrisWork:
         """Reduce in place, on all ranks. See torch.distributed."""
         tensor = self._only("all_reduce", tensors)
+        there = place(tensor)
+        seen = there and ("all_reduce", hash(_op(opts)), there)
+        if seen and (known := self._known.get(seen)):
+            return self._repeat(known, tensors, is_asynchronous(opts), tensor)
         if tensor.layout is torch.sparse_coo:
             return self._sparse_all_reduce(tensor, opts)
         arguments.check_output("all_reduce", "tensor", tensor)
@@ -49,7 +53,9 @@ class Reductions(Gathers):
         addresses = (source.data_ptr(), target.data_ptr())
         is_in_place = addresses[0] == addresses[1]
         asynchronous, keep, names = is_asynchronous(opts), (source, target), ("in", "out")
-        return self._run(source.device, key, is_in_place, flow, names, addresses, tensors, asynchronous, keep, after)
+        seen = seen if source is tensor else None
+        given = (source.device, key, is_in_place, flow, names, addresses, tensors, asynchronous, keep, after, seen)
+        return self._run(*given)
 
     def _sparse_all_reduce(self, tensor: Tensor, opts: Any) -> IrisWork:
         """Add the sparse tensors of all ranks, which may have elements in different places; done on return.
@@ -83,6 +89,10 @@ class Reductions(Gathers):
     def reduce(self, tensors: list[Tensor], opts: Any = None) -> IrisWork:
         """Reduce in place, on the root; other ranks' tensors stay as they are. See torch.distributed."""
         tensor, root = self._only("reduce", tensors), opts.rootRank if opts is not None else 0
+        there = place(tensor)
+        seen = there and ("reduce", root, hash(_op(opts)), there)
+        if seen and (known := self._known.get(seen)):
+            return self._repeat(known, tensors, is_asynchronous(opts), tensor)
         arguments.check_rank("reduce", "dst", root, self._world)
         is_root = self._rank == root
         (arguments.check_output if is_root else arguments.check_tensor)("reduce", "tensor", tensor)
@@ -102,13 +112,19 @@ class Reductions(Gathers):
         addresses = (source.data_ptr(), target.data_ptr())
         is_in_place = addresses[0] == addresses[1]
         asynchronous, keep, names = is_asynchronous(opts), (source, target), ("in", "out")
-        return self._run(source.device, key, is_in_place, flow, names, addresses, tensors, asynchronous, keep, after)
+        seen = seen if source is tensor else None
+        given = (source.device, key, is_in_place, flow, names, addresses, tensors, asynchronous, keep, after, seen)
+        return self._run(*given)
 
     def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any = None) -> IrisWork:
         """Reduce ``input`` [world * n...] and give rank r part r of the result, in ``output`` [n...]. See
         torch.distributed. In place when ``output`` is this rank's part of ``input``.
         """
         op, rank = "reduce_scatter_tensor", self._rank
+        here, there = place(input), place(output)
+        seen = here and there and (op, hash(_op(opts)), here, there)
+        if seen and (known := self._known.get(seen)):
+            return self._repeat(known, [output], is_asynchronous(opts), (input, output))
         arguments.check_scattered(op, output, input, self._world)
         r = reduction(op, _op(opts), input.dtype)
         n = output.numel() * output.element_size()
@@ -128,7 +144,9 @@ class Reductions(Gathers):
 
         after = None if target is output else lambda: copy([(output, target)])
         asynchronous, keep, names = is_asynchronous(opts), (source, target), ("in", "out")
-        return self._run(source.device, key, is_in_place, flow, names, addresses, [output], asynchronous, keep, after)
+        seen = seen if source is input else None
+        given = (source.device, key, is_in_place, flow, names, addresses, [output], asynchronous, keep, after, seen)
+        return self._run(*given)
 
     def reduce_scatter_single_coalesced(
         self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None

@@ -10,7 +10,7 @@ from typing import Any
 from iris_pg import arguments
 from iris_pg.collectives.flow import Flow, Part
 from iris_pg.errors import ArgumentError
-from iris_pg.operations.base import Operations, Tensor, copy, dense, is_asynchronous, room
+from iris_pg.operations.base import Operations, Tensor, copy, dense, is_asynchronous, place, room
 from iris_pg.program import Copy, Ref
 from iris_pg.transport import Key
 from iris_pg.work import IrisWork
@@ -24,6 +24,10 @@ class Rooted(Operations):
         op = "broadcast"
         tensor, root = self._only(op, tensors), opts.rootRank if opts is not None else 0
         rank, world = self._rank, self._world
+        there = place(tensor)
+        seen = there and (op, root, there)
+        if seen and (known := self._known.get(seen)):
+            return self._repeat(known, tensors, is_asynchronous(opts), tensor)
         arguments.check_rank(op, "src", root, world)
         (arguments.check_tensor if rank == root else arguments.check_output)(op, "tensor", tensor)
         n = tensor.numel() * tensor.element_size()
@@ -32,8 +36,8 @@ class Rooted(Operations):
         target = dense(tensor) if rank == root else room(tensor)
         address = target.data_ptr()
         offset = self._offset(target, n)
-        place = None if offset is None else ("zero copy at", offset)
-        key = (op, n, "bytes", tensor.dtype, "from rank", root, place)
+        zero_copy = None if offset is None else ("zero copy at", offset)
+        key = (op, n, "bytes", tensor.dtype, "from rank", root, zero_copy)
 
         def flow(key: Key, local: None) -> Flow:
             here = Ref(rank, "tensor", 0)
@@ -48,7 +52,8 @@ class Rooted(Operations):
         after = None if target is tensor or rank == root else lambda: copy([(tensor, target)])
         asynchronous = is_asynchronous(opts)
         names = ("tensor",)
-        return self._run(target.device, key, None, flow, names, (address,), tensors, asynchronous, target, after)
+        given = (target.device, key, None, flow, names, (address,), tensors, asynchronous, target, after, seen)
+        return self._run(*given)
 
     def gather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None) -> IrisWork:
         """Gather every rank's tensor into the root's list; sizes may differ. See torch.distributed."""
