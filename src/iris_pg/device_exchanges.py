@@ -38,11 +38,14 @@ class PreparedExchanges:
 
     def launch(self, stream: Any, number: int | None, after: Callable[[], Any] | None) -> None:
         """Put it on a stream, as :meth:`iris_pg.device_copies.Prepared.launch` does."""
-        self._launches.launch(stream)
-        if after:
-            after()
-        if number is not None:
-            gpu.write(stream, self._word, number)
+        if number is None or after:
+            self._launches.launch(stream)
+            if after:
+                after()
+            if number is not None:
+                gpu.write(stream, self._word, number)
+        else:  # the kernel writes it, at less than a call of the driver
+            self._launches.launch(stream, self._word, number)
 
 
 def last_resort_s(timeout_s: float) -> float:

@@ -312,6 +312,29 @@ def test_reduce_scatter_and_reduce(ranks, dtype):
         assert torch.equal(tensors[root]["out"], expected), f"root {root}, {numel} elements"
 
 
+@pytest.mark.parametrize("n", [64, 100_000, 3 << 20])
+def test_launches_tell_that_they_are_done(ranks, n):
+    """The last CTA of a launch writes a number where the host sees it, behind all that the launch has written."""
+    world = ranks.world
+    tensors = [
+        dict(zip(("in", "out"), map(torch.empty_like, (data(r, n), data(r, world * n))), strict=True))
+        for r in range(world)
+    ]
+    made = ranks.exchanges([all_gather(r, world, n) for r in range(world)], tensors)
+    prepared = [kernels.prepare(exchanges) for kernels, exchanges in zip(ranks.kernels, made, strict=True)]
+    told = torch.zeros(world, 16, dtype=torch.int32, pin_memory=True)
+    for iteration in range(1, 20):
+        for r in range(world):
+            tensors[r]["in"].copy_(data(r, n, iteration))
+            ranks.streams[r].wait_stream(torch.cuda.current_stream())
+        for r in range(world):
+            prepared[r].launch(ranks.streams[r].cuda_stream, told[r].data_ptr(), (0xFFFFFFF0 + iteration) & 0xFFFFFFFF)
+        ranks.wait()
+        assert [x & 0xFFFFFFFF for x in told[:, 0].tolist()] == [(0xFFFFFFF0 + iteration) & 0xFFFFFFFF] * world
+        expected = torch.cat([data(r, n, iteration) for r in range(world)])
+        assert all(torch.equal(tensors[r]["out"], expected) for r in range(world)), iteration
+
+
 @pytest.mark.parametrize("world", [2, 4])
 def test_graphs_replayed_with_new_inputs_between_eager_launches(world):
     """Each rank captures a graph of several operations on its own stream; nothing in it counts launches."""

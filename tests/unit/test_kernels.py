@@ -159,6 +159,34 @@ def test_a_launch_is_the_same_kernel_for_every_message_of_its_kind():
     assert len(kinds) <= 4, kinds
 
 
+def alone(kernel, nbytes):
+    """Return the exchange of a group of one rank that a kernel serves, and its buffers."""
+    source, target = data(0, nbytes), torch.zeros(nbytes, dtype=torch.uint8)
+    own = (source.data_ptr(), target.data_ptr(), nbytes)
+    reduction = ("sum", "uint8") if kernel.startswith("reduce") else None
+    return Exchange(own=own, zero_copy=kernel == "push", reduction=reduction, symmetric=True), source, target
+
+
+@pytest.mark.parametrize(("kernel", "nbytes"), [("push", 1 << 21), ("exchange", 999), ("reduce", 999)])
+def test_a_launch_tells_that_it_is_done(kernel, nbytes):
+    from iris_pg.kernels.loader import interpret, kernels
+
+    group, told = Group(1), torch.zeros(2, dtype=torch.int32)
+    try:
+        for number in (7, 0xFFFFFFFF, 1):  # a number has 32 bits
+            exchange, source, target = alone(kernel, nbytes)
+            launch = group.engines[0]._launches.of(exchange, 0)
+            assert launch.kernel == kernel
+            function = getattr(kernels(interpreted=True), kernel)
+            interpret(function, *launch.arguments, **launch.constants)
+            before = told.tolist()
+            assert torch.equal(source, target)
+            interpret(function, *launch.arguments[:-2], told.data_ptr(), number, **launch.constants)
+            assert told.tolist() == [number if number < 1 << 31 else -1, 0] != before
+    finally:
+        group.close()
+
+
 class Group:
     """KernelEngines of several ranks in one process, over ordinary memory."""
 

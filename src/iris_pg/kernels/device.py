@@ -179,12 +179,17 @@ class PreparedLaunches:
         self._device = device
         self._calls = [kernel_launch(kernel, launch.ctas, launch.arguments) for kernel, launch in launches]
 
-    def launch(self, stream: Any) -> None:
+    def launch(self, stream: Any, done: int = 0, number: int = 0) -> None:
         """Launch them on ``stream`` (its handle, or as the platform's functions take it), one after another, and
         return. The device is the current one.
+
+        Args:
+            done: address of a word in memory of the host, into which the last one writes ``number`` when all of its
+                CTAs are done; 0 for none.
         """
-        for call in self._calls:
-            call(stream)
+        for call in self._calls[:-1]:
+            call(stream, 0, 0)
+        self._calls[-1](stream, done, number)
 
 
 @functools.cache

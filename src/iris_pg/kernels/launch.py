@@ -13,6 +13,7 @@ from iris_pg.kernels.loader import kernels
 
 WORD_LANES = 4096  # most 32-bit words of a message that a CTA sends with their flags
 _CREDIT_SLOTS, _ROUND_SLOTS, _WORD_SLOTS = 4, 4, 2  # as in the kernels
+_NOT_TOLD = (0, 0)  # the last two arguments: the word that the last CTA writes, and what it writes there
 
 
 @dataclass(frozen=True)
@@ -43,7 +44,10 @@ class Exchange:
 
 
 class Launch(NamedTuple):
-    """A kernel's name, number of CTAs, arguments, the constants that it is compiled for, and warps of a CTA."""
+    """A kernel's name, number of CTAs, arguments, the constants that it is compiled for, and warps of a CTA.
+
+    The last two arguments are for who launches it: the address of a word, and what the kernel writes there at its end.
+    """
 
     kernel: str
     ctas: int
@@ -236,7 +240,7 @@ class Launches:
         lanes, warps = self._word_lanes(nbytes)
         how |= dict(BLOCK=lanes, WORD=max(_word(sides.low | nbytes), size), TO_ALL=sides.to_all)
         slots = (self.word_slots, 8 * WORD_LANES)
-        tail = (*slots, self.counters, self.words, self.rank, self.limits.ctas, limit_ns)
+        tail = (*slots, self.counters, self.words, self.rank, self.limits.ctas, limit_ns, *_NOT_TOLD)
         ctas = -(-nbytes // (4 * lanes))
         if exchange.reduction is not None:
             source, target, _ = exchange.own
@@ -252,7 +256,7 @@ class Launches:
         ctas, own_share, shares, shares_in = self._shares(exchange, sides, limits.push_ctas)
         arguments = (
             *(self.bases, sides.sends, sides.send_bytes, shares, sides.places, sides.receive_bytes, shares_in),
-            *(*exchange.own, own_share, self.flags, self.counters, self.words, self.rank, limit_ns),
+            *(*exchange.own, own_share, self.flags, self.counters, self.words, self.rank, limit_ns, *_NOT_TOLD),
         )
         return Launch("push", ctas, arguments, how, limits.warps)
 
@@ -265,7 +269,7 @@ class Launches:
         slots = self.round_slots if exchange.symmetric else self.credit_slots
         tail = (
             *(*exchange.own, own_share, self._rounds(sides.longest), self.flags, slots, self.slot_bytes),
-            *(self.counters, self.words, self.rank, limits.ctas, limit_ns),
+            *(self.counters, self.words, self.rank, limits.ctas, limit_ns, *_NOT_TOLD),
         )
         head = (self.bases, sides.sends, sides.send_bytes, shares)
         if reduces:

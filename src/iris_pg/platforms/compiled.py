@@ -7,19 +7,19 @@ takes two to three times as long, as it reads them from Python every time. On AM
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
 
 from iris_pg.platforms.cuda import _driver, _error
-from iris_pg.platforms.gpu import platform as gpu
 
 _WIDTHS = {"i32": ctypes.c_int32, "i64": ctypes.c_int64}
 
 
-def kernel_launch(kernel: Any, ctas: int, arguments: tuple[Any, ...]) -> gpu.Launch:
-    """Return what launches a compiled kernel on a stream, a handle or a number.
+def kernel_launch(kernel: Any, ctas: int, arguments: tuple[Any, ...]) -> Callable[..., None]:
+    """Return what launches a compiled kernel on a stream, a handle or a number. It takes two values more, for the last
+    two arguments of the kernel that are no constants, instead of those given here.
 
     Args:
         kernel: what triton.compile returned, loaded on the device that is current at the launch.
@@ -28,11 +28,16 @@ def kernel_launch(kernel: Any, ctas: int, arguments: tuple[Any, ...]) -> gpu.Lau
     """
     if torch.version.hip:
         # A kernel's constants have places among its arguments, though nothing is passed for them.
-        run, given = kernel[ctas, 1, 1], (*arguments, *kernel.src.constants.values())
-        return lambda stream: run(*given, stream=int(stream))
+        run, constants = kernel[ctas, 1, 1], kernel.src.constants.values()
+
+        def launch_by_triton(stream: Any, *changed: int) -> None:
+            run(*arguments[: len(arguments) - len(changed)], *changed, *constants, stream=int(stream))
+
+        return launch_by_triton
     driver = _driver()
     types = [kind for kind in kernel.src.signature.values() if kind != "constexpr"]
     values = [_WIDTHS[kind](value) for kind, value in _flat(types, arguments)]
+    last_but_one, last = values[-2:]
     # Behind its own arguments a kernel may take two pointers to scratch memory, of which these kernels use none.
     values += [ctypes.c_int64(0), ctypes.c_int64(0)]
     places = (ctypes.c_void_p * len(values))(*(ctypes.addressof(value) for value in values))
@@ -40,7 +45,9 @@ def kernel_launch(kernel: Any, ctas: int, arguments: tuple[Any, ...]) -> gpu.Lau
     threads, shared = 32 * kernel.metadata.num_warps, kernel.metadata.shared
     keep = values, places, kernel
 
-    def call(stream: Any, keep: Any = keep) -> None:
+    def call(stream: Any, *changed: int, keep: Any = keep) -> None:
+        if changed:
+            last_but_one.value, last.value = changed
         status = launch(function, ctas, 1, 1, threads, 1, 1, shared, stream, at, 0)[0]
         if status:
             raise _error(driver, "cuLaunchKernel", status)

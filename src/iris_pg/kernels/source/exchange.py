@@ -30,6 +30,7 @@ from .flags import (
     flags_there,
     pick,
     raise_all,
+    tell,
 )
 from .move import chunk_of, copy_both
 
@@ -64,6 +65,8 @@ def exchange(
     rank,
     ctas,  # most CTAs of a launch
     limit_ns,  # deadline of one wait
+    done,  # address of the host's word that says how many operations are done, or 0
+    number,  # to be written there
     world: tl.constexpr,
     LANES: tl.constexpr,  # a power of two, 2 or more, not less than world
     BLOCK: tl.constexpr,  # lanes of a copy
@@ -133,6 +136,7 @@ def exchange(
         sent_now += sending.to(tl.int32)
         taken_now += taking.to(tl.int32)
     count(counters, sent_now, taken_now, sent + rounds.to(tl.int32), lane, others, world, CREDITS)
+    tell(done, number, counters, cta, world, PLATFORM)
 
 
 @triton.jit

@@ -10,7 +10,8 @@ import triton.language as tl
 # tl.max and tl.sum themselves are compiled, and cannot be called from the interpreter; it knows these by name.
 from triton.language.standard import _elementwise_max, _sum_combine
 
-# Numbers of this rank alone, int32 [ctas, COUNTERS, world]. The last three have one value for all peers.
+# Numbers of this rank alone, int32 [ctas, COUNTERS, world]. The last four have one value for all peers, and the very
+# last one for all CTAs: how many of a launch have ended.
 SENT = tl.constexpr(0)
 TAKEN = tl.constexpr(1)
 ENTERED = tl.constexpr(2)
@@ -20,7 +21,8 @@ GOT = tl.constexpr(5)
 ROUNDS = tl.constexpr(6)
 WORDS = tl.constexpr(7)
 DEAD = tl.constexpr(8)
-COUNTERS = tl.constexpr(9)
+ENDED = tl.constexpr(9)
+COUNTERS = tl.constexpr(10)
 
 # Flags in the heap that peers write, uint32 [ctas, FLAGS, world (the writer)], a cache line each.
 ARRIVED = tl.constexpr(0)
@@ -82,13 +84,19 @@ def flags_there(bases, flags, cta, which: tl.constexpr, lane, rank, world: tl.co
 
 
 @triton.jit
-def raise_all(there, values, mask, PLATFORM: tl.constexpr):
-    """Write flags at peers, after everything that this CTA has stored."""
+def gather_stores(PLATFORM: tl.constexpr):
+    """Come behind everything that this CTA has stored: a release after this is one of all of it."""
     if PLATFORM == HIP:  # a barrier there does not wait for stores, and a release for those of its own wave only
         tl.inline_asm_elementwise(
             "s_waitcnt vmcnt(0)\nv_mov_b32 $0, 0", "=v,~{memory}", [], dtype=tl.int32, is_pure=False, pack=1
         )
     tl.debug_barrier()
+
+
+@triton.jit
+def raise_all(there, values, mask, PLATFORM: tl.constexpr):
+    """Write flags at peers, after everything that this CTA has stored."""
+    gather_stores(PLATFORM)
     tl.atomic_xchg(there, values, mask=mask, sem="release", scope="sys")
 
 
@@ -124,6 +132,18 @@ def await_all(
         tl.store(words + WAITING + cta, 0)
     tl.debug_barrier()
     return alive & (late == 0)
+
+
+@triton.jit
+def tell(done, number, counters, cta, world: tl.constexpr, PLATFORM: tl.constexpr):
+    """Write ``number`` into the host's word at ``done``, unless that is 0, once every CTA of a launch has come here."""
+    if done != 0:
+        gather_stores(PLATFORM)
+        ended = counters - cta * COUNTERS * world + ENDED * world
+        SCOPE: tl.constexpr = "sys" if PLATFORM == HIP else "gpu"
+        if tl.atomic_add(ended, 1, sem="acq_rel", scope=SCOPE) == tl.num_programs(0) - 1:
+            tl.store(ended, 0)
+            tl.store(at(done, tl.int32), number.to(tl.int32))
 
 
 def pause():

@@ -24,6 +24,7 @@ from .flags import (
     flags_there,
     pick,
     raise_all,
+    tell,
 )
 from .move import copy, copy_to_all, part_of
 
@@ -46,6 +47,8 @@ def push(
     words,
     rank,
     limit_ns,
+    done,
+    number,
     world: tl.constexpr,
     LANES: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -93,10 +96,11 @@ def push(
                 first, n = part_of(nbytes, pick(send_shares, peer, world), cta)
                 copy(pick(sends, peer, world) + first, pick(places, peer, world) + first, n, BLOCK, WORD)
         raise_all(flags_there(bases, flags, cta, DONE, lane, rank, world), wrote, writing, PLATFORM)
-    done = flags_here(bases, flags, cta, DONE, lane, rank, world)
-    await_all(*(done, got, written, lane, cta, counters, words, 1, limit_ns, alive, world, POLLS, PLATFORM))
+    finished = flags_here(bases, flags, cta, DONE, lane, rank, world)
+    await_all(*(finished, got, written, lane, cta, counters, words, 1, limit_ns, alive, world, POLLS, PLATFORM))
 
     tl.store(counters + ENTERED * world + lane, entered, mask=written)
     tl.store(counters + GOT * world + lane, got, mask=written)
     tl.store(counters + ADMITTED * world + lane, admitted, mask=writing)
     tl.store(counters + WROTE * world + lane, wrote, mask=writing)
+    tell(done, number, counters, cta, world, PLATFORM)

@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 
 from .exchange import await_round, count, counts, raise_round, slot_at
-from .flags import COUNTERS, DEAD, at, element, greatest, pick
+from .flags import COUNTERS, DEAD, at, element, greatest, pick, tell
 from .move import aligned, chunk_of, copy_tail, lanes_left
 
 # What is done with two elements, and with the last result.
@@ -124,6 +124,8 @@ def reduce(
     rank,
     ctas,
     limit_ns,
+    done,
+    number,
     world: tl.constexpr,
     LANES: tl.constexpr,
     BLOCK: tl.constexpr,  # lanes of a copy, of 8 bytes
@@ -206,3 +208,4 @@ def reduce(
         sent_now += sending.to(tl.int32)
         taken_now += taking.to(tl.int32)
     count(counters, sent_now, taken_now, sent + rounds.to(tl.int32), lane, others, world, CREDITS)
+    tell(done, number, counters, cta, world, PLATFORM)

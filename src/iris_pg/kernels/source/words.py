@@ -14,7 +14,7 @@ e + 1.
 import triton
 import triton.language as tl
 
-from .flags import COUNTERS, DEAD, HIP, WAITING, WORDS, at, greatest, look, pick
+from .flags import COUNTERS, DEAD, HIP, WAITING, WORDS, at, greatest, look, pick, tell
 from .move import aligned
 from .reduce import combine, finish
 
@@ -106,6 +106,8 @@ def exchange_words(
     rank,
     ctas,
     limit_ns,
+    done,
+    number,
     world: tl.constexpr,
     BLOCK: tl.constexpr,  # lanes; a CTA's share of a message is a word for each
     WORD: tl.constexpr,  # all addresses, and nbytes, are multiples of it
@@ -140,6 +142,7 @@ def exchange_words(
         )
         store_words(pick(receives, peer, world) + first, word, tl.where(alive, n, 0), lane, WORD)
     tl.store(counters + WORDS * world, epoch)
+    tell(done, number, counters, cta, world, PLATFORM)
 
 
 @triton.jit
@@ -174,6 +177,8 @@ def reduce_words(
     rank,
     ctas,
     limit_ns,
+    done,
+    number,
     world: tl.constexpr,
     BLOCK: tl.constexpr,
     WORD: tl.constexpr,  # not less than the size of an element
@@ -221,3 +226,4 @@ def reduce_words(
     result = finish(result, world, ELEMENT, ACCUMULATOR, OP)
     tl.store(aligned(own_target + first, ELEMENT, WORD) + index, result, mask=index < count)
     tl.store(counters + WORDS * world, epoch)
+    tell(done, number, counters, cta, world, PLATFORM)
