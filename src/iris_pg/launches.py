@@ -34,7 +34,7 @@ def launches(
     own = (address(flow.own.src), address(flow.own.dst), flow.own.nbytes) if flow.own else (0, 0, 0)
     is_known = flow.to_all or flow.name == "barrier"  # else only the two ranks of a message know its size
     symmetric = is_known and len(sends) == len(receives) == world - 1
-    return [Exchange(sends, receives, own, flow.zero_copy, symmetric=symmetric)]
+    return [Exchange(sends, receives, own, flow.zero_copy, symmetric=symmetric, is_known=is_known)]
 
 
 def _folds(rank: int, world: int, fold: Fold, address: Callable[[Ref], int], one_shot_bytes: int) -> list[Exchange]:

@@ -35,13 +35,16 @@ def gpu_launch(backend, world, nbytes, symmetric, zero_copy=False, reduction=Non
     else:
         sends = [Message(p, address, nbytes, (1 << 40) + nbytes) for p in peers]
     receives = [Message(p, address + p * nbytes, nbytes) for p in peers]
-    return launches.of(Exchange(sends, receives, (address, address, nbytes), zero_copy, reduction, symmetric), 10**9)
+    exchange = Exchange(sends, receives, (address, address, nbytes), zero_copy, reduction, symmetric)
+    (launch,) = launches.of(exchange, 10**9)
+    return launch
 
 
 LAUNCHES = {
     "exchange_words": dict(nbytes=4096, symmetric=True),
     "exchange": dict(nbytes=8 << 20, symmetric=True),
-    "exchange with credits": dict(nbytes=4096, symmetric=False),
+    "exchange_words in pairs": dict(nbytes=4096, symmetric=False),
+    "exchange with credits": dict(nbytes=8 << 20, symmetric=False),
     "push": dict(nbytes=8 << 20, symmetric=True, zero_copy=True),
     "reduce_words": dict(nbytes=4096, symmetric=True, reduction=("avg", "bfloat16")),
     "reduce": dict(nbytes=8 << 20, symmetric=True, reduction=("avg", "bfloat16")),
@@ -134,11 +137,13 @@ def test_all_ranks_choose_the_same_kernel_for_one_operation(world):
             made = [launches(r, world, fold(r), lambda ref: 1 << 30, one_shot_bytes) for r in range(world)]
             for phase in zip(*made, strict=True):
                 chosen = [engine.of(exchange, 1) for engine, exchange in zip(engines, phase, strict=True)]
+                chosen = [launch for (launch,) in chosen]
                 assert len({(launch.kernel, launch.ctas) for launch in chosen}) == 1, (n, chosen)
                 for rank, launch in enumerate(chosen):
                     sends = launch.arguments[1]
                     if any(not sends[p] for p in range(world) if p != rank):
-                        assert not launch.kernel.endswith("_words")  # those send to every peer
+                        # Words between all ranks go to every peer.
+                        assert not launch.kernel.endswith("_words") or launch.constants.get("IN_PAIRS")
                 if chosen[0].kernel in ("exchange", "reduce"):
                     names = list(source_of(chosen[0].kernel, world, {})["signature"])
                     rounds = names.index("rounds")
@@ -175,7 +180,7 @@ def test_a_launch_tells_that_it_is_done(kernel, nbytes):
     try:
         for number in (7, 0xFFFFFFFF, 1):  # a number has 32 bits
             exchange, source, target = alone(kernel, nbytes)
-            launch = group.engines[0]._launches.of(exchange, 0)
+            (launch,) = group.engines[0]._launches.of(exchange, 0)
             assert launch.kernel == kernel
             function = getattr(kernels(interpreted=True), kernel)
             interpret(function, *launch.arguments, **launch.constants)
@@ -254,26 +259,59 @@ def test_exchange_gathers_through_slots(world, symmetric):
         group.close()
 
 
-def test_exchange_moves_messages_of_different_sizes():
-    """Every pair has its own number of chunks, some none, as in a gather or an uneven all-to-all."""
+def test_messages_of_any_sizes_between_any_ranks():
+    """Every pair has its own sizes, some none: little in words, more in chunks through slots; as in a gather or an
+    uneven all-to-all. Another alignment on every rank.
+    """
     world, group = 3, Group(3)
-    sizes = [[0, 700, 3], [0, 0, SLOT], [5, 0, 0]]  # [from][to]
+    patterns = [  # [from][to]
+        [[0, 700, 3], [0, 0, SLOT], [5, 0, 0]],
+        [[9, 16, 0], [0, 3000, 16], [0, 1 << 11, 1]],
+        [[0, (1 << 11) + 1, 40], [1, 0, 9000], [0, 3 * SLOT, 0]],
+        [[0, 0, 0], [7000, 0, 6000], [0, 0, 0]],
+        [[0, 0, 0], [0, 0, 0], [0, 0, 9]],
+    ]
+    kernels = set()
     try:
-        for iteration in range(3):
-            sent = [[data(s * 3 + r, sizes[s][r], iteration) for r in range(world)] for s in range(world)]
-            got = [[torch.zeros(sizes[s][r], dtype=torch.uint8) for s in range(world)] for r in range(world)]
-            group.run(
-                [
-                    Exchange(
-                        [Message(p, sent[r][p].data_ptr(), sizes[r][p]) for p in range(world) if sizes[r][p]],
-                        [Message(p, got[r][p].data_ptr(), sizes[p][r]) for p in range(world) if sizes[p][r]],
-                    )
-                    for r in range(world)
-                ]
-            )
+        for iteration in range(10):
+            sizes = patterns[iteration % len(patterns)]
+            sent = [[data(s * 3 + r, sizes[s][r] + s, iteration)[s:] for r in range(world)] for s in range(world)]
+            got = [[torch.zeros(sizes[s][r] + r, dtype=torch.uint8)[r:] for s in range(world)] for r in range(world)]
+            exchanges = [
+                Exchange(
+                    [Message(p, sent[r][p].data_ptr(), sizes[r][p]) for p in range(world) if p != r and sizes[r][p]],
+                    [Message(p, got[r][p].data_ptr(), sizes[p][r]) for p in range(world) if p != r and sizes[p][r]],
+                    (sent[r][r].data_ptr(), got[r][r].data_ptr(), sizes[r][r]),
+                )
+                for r in range(world)
+            ]
+            kernels |= {launch.kernel for x in exchanges for launch in group.engines[0]._launches.of(x, 0)}
+            group.run(exchanges)
             for s in range(world):
                 for r in range(world):
-                    assert torch.equal(got[r][s], sent[s][r])
+                    assert torch.equal(got[r][s], sent[s][r]), (iteration, s, r)
+    finally:
+        group.close()
+    assert kernels == {"exchange_words", "exchange"}
+
+
+@pytest.mark.parametrize("n", [1, 16, 4096, 4097])
+def test_a_broadcast_moves_in_words_or_slots(n):
+    world, group = 3, Group(3)
+    try:
+        for iteration in range(5):
+            root = iteration % world
+            tensors = [data(r, n + r, iteration)[r:].clone() for r in range(world)]
+            expected = tensors[root].clone()
+            at = [t.data_ptr() for t in tensors]
+            exchanges = [
+                Exchange([Message(p, at[r], n) for p in range(world) if p != r], is_known=True)
+                if r == root
+                else Exchange(receives=[Message(root, at[r], n)], is_known=True)
+                for r in range(world)
+            ]
+            group.run(exchanges)
+            assert all(torch.equal(t, expected) for t in tensors), (n, iteration)
     finally:
         group.close()
 

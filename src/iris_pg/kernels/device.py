@@ -119,7 +119,7 @@ class DeviceKernels:
             UnsupportedError: a reduction that the kernels do not have.
         """
         limit_ns = int(self.timeout_s * 1e9)
-        launches = [self._launches.of(exchange, limit_ns) for exchange in exchanges]
+        launches = [launch for exchange in exchanges for launch in self._launches.of(exchange, limit_ns)]
         with torch.cuda.device(self.device):
             return PreparedLaunches(self.device, [(self._compiled(launch), launch) for launch in launches])
 

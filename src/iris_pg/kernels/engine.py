@@ -184,8 +184,8 @@ class KernelEngine:
         return True
 
     def _launch(self, exchange: Exchange) -> None:
-        launch = self._launches.of(exchange, limit_ns=0)
-        interpret(getattr(self._kernels, launch.kernel), *launch.arguments, **launch.constants)
+        for launch in self._launches.of(exchange, limit_ns=0):
+            interpret(getattr(self._kernels, launch.kernel), *launch.arguments, **launch.constants)
 
     def _watch(self) -> None:
         load = atomics().load32

@@ -5,13 +5,14 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from iris_pg.errors import UnsupportedError
 from iris_pg.kernels.loader import kernels
 
 WORD_LANES = 4096  # most 32-bit words of a message that a CTA sends with their flags
+PAIR_LANES = 512  # the same of a message whose size only its two ranks know
 _CREDIT_SLOTS, _ROUND_SLOTS, _WORD_SLOTS = 4, 4, 2  # as in the kernels
 _NOT_TOLD = (0, 0)  # the last two arguments: the word that the last CTA writes, and what it writes there
 
@@ -32,7 +33,8 @@ class Exchange:
 
     With ``reduction`` (op, dtype) what it receives from all peers is as long as its own part, and all is combined into
     the target. When ``symmetric``, all ranks take part and every rank knows how long each message is, so that it needs
-    no credit. ``zero_copy``: all outputs are in the symmetric heap, and every message has a ``place``.
+    no credit. ``is_known``: every rank knows the longest message, if not all. ``zero_copy``: all outputs are in the
+    symmetric heap, and every message has a ``place``.
     """
 
     sends: Sequence[Message] = ()
@@ -41,6 +43,7 @@ class Exchange:
     zero_copy: bool = False
     reduction: tuple[str, str] | None = None
     symmetric: bool = False
+    is_known: bool = False
 
 
 class Launch(NamedTuple):
@@ -103,9 +106,9 @@ def area_bytes(world: int, slot_bytes: int, ctas: int = 1) -> dict[str, int]:
     }
 
 
-def _landing_bytes(world: int, slot_bytes: int, ctas: int) -> tuple[int, int, int]:
-    slots = world * ctas
-    return slots * _CREDIT_SLOTS * slot_bytes, slots * _ROUND_SLOTS * slot_bytes, slots * _WORD_SLOTS * 8 * WORD_LANES
+def _landing_bytes(world: int, slot_bytes: int, ctas: int) -> tuple[int, int, int, int]:
+    slots, words = world * ctas, _WORD_SLOTS * 8 * WORD_LANES
+    return slots * _CREDIT_SLOTS * slot_bytes, slots * _ROUND_SLOTS * slot_bytes, slots * words, slots * words
 
 
 @functools.cache
@@ -204,8 +207,9 @@ class Launches:
     ) -> None:
         self.rank, self.world, self.bases, self.flags = rank, world, tuple(bases), flags
         self.slot_bytes, self.counters, self.words, self.limits = slot_bytes, counters, words, limits
-        credits, rounds, _ = _landing_bytes(world, slot_bytes, limits.ctas)
+        credits, rounds, words_, _ = _landing_bytes(world, slot_bytes, limits.ctas)
         self.credit_slots, self.round_slots, self.word_slots = landing, landing + credits, landing + credits + rounds
+        self.pair_slots = self.word_slots + words_
         platform = getattr(kernels(interpreted=True), limits.platform).value
         self._common = dict(world=world, POLLS=limits.polls, PLATFORM=platform)
         source = kernels(interpreted=True)
@@ -213,11 +217,11 @@ class Launches:
         self._lanes = max(2, 1 << (world - 1).bit_length())
         self._words_bytes = min(limits.words_bytes, limits.ctas * WORD_LANES * 4)
 
-    def of(self, exchange: Exchange, limit_ns: int) -> Launch:
-        """Return the launch of an exchange, whose waits end after ``limit_ns``.
+    def of(self, exchange: Exchange, limit_ns: int) -> list[Launch]:
+        """Return the launches of an exchange, whose waits end after ``limit_ns``.
 
-        All ranks of an exchange get the same kernel, and the two ranks of a message cut it alike: what decides is what
-        both of them know.
+        All ranks of an exchange get the same kernel for the same messages, and the two ranks of a message cut it alike:
+        what decides is what both of them know.
 
         Raises:
             UnsupportedError: a reduction that the kernels do not have.
@@ -228,25 +232,67 @@ class Launches:
         if exchange.reduction is not None:
             element, accumulator, op, size = reduction_types(*exchange.reduction)
             how |= dict(ELEMENT=element, ACCUMULATOR=accumulator, OP=op)
-        if exchange.symmetric and self.world > 1 and sides.is_even and 0 < sides.longest <= self._words_bytes:
-            return self._in_words(exchange, sides, how, size, limit_ns)
+        are_words = self.world > 1 and 0 < sides.longest <= self._words_bytes
+        if exchange.symmetric and sides.is_even and are_words:
+            return [self._in_words(exchange, sides, how, size, limit_ns)]
+        if exchange.reduction is None:
+            if exchange.symmetric or exchange.is_known:
+                if are_words:
+                    return [self._in_pairs(exchange, sides, how, limit_ns, self._word_lanes(sides.longest))]
+            elif (split := self._split(exchange, sides)) is not None:
+                few, many = split
+                made = self._in_pairs(few, _sides(few, self.world), how, limit_ns, (PAIR_LANES, 4))
+                return [made, *(self.of(many, limit_ns) if many.sends or many.receives or many.own[2] else [])]
         is_small = exchange.symmetric and sides.longest <= self.limits.push_bytes
         if exchange.zero_copy and exchange.reduction is None and not is_small:
-            return self._push(exchange, sides, how, limit_ns)
-        return self._in_slots(exchange, sides, how, size, limit_ns)
+            return [self._push(exchange, sides, how, limit_ns)]
+        return [self._in_slots(exchange, sides, how, size, limit_ns)]
+
+    def _split(self, exchange: Exchange, sides: _Sides) -> tuple[Exchange, Exchange] | None:
+        """Return what goes in words, which is what little goes both ways between two ranks, and all else; None when
+        nothing goes in words. Both ranks of a pair know.
+        """
+        most = 4 * PAIR_LANES * self.limits.ctas
+        both = [max(pair) for pair in zip(sides.send_bytes, sides.receive_bytes, strict=True)]
+        if not any(0 < n <= most for n in both):
+            return None
+        few, many = Exchange(), replace(exchange, sends=[], receives=[], own=(0, 0, 0))
+        for where in ("sends", "receives"):
+            for part, is_small in ((few, True), (many, False)):
+                chosen = [m for m in getattr(exchange, where) if (both[m.peer] <= most) == is_small]
+                setattr(part, where, chosen)
+        (few if exchange.own[2] <= most else many).own = exchange.own
+        return few, many
 
     def _in_words(self, exchange: Exchange, sides: _Sides, how: dict[str, Any], size: int, limit_ns: int) -> Launch:
         nbytes = sides.longest
         lanes, warps = self._word_lanes(nbytes)
         how |= dict(BLOCK=lanes, WORD=max(_word(sides.low | nbytes), size), TO_ALL=sides.to_all)
-        slots = (self.word_slots, 8 * WORD_LANES)
-        tail = (*slots, self.counters, self.words, self.rank, self.limits.ctas, limit_ns, *_NOT_TOLD)
+        tail = self._words_tail(self.word_slots, limit_ns)
         ctas = -(-nbytes // (4 * lanes))
         if exchange.reduction is not None:
             source, target, _ = exchange.own
             return Launch("reduce_words", ctas, (self.bases, sides.sends, nbytes, source, target, *tail), how, warps)
-        arguments = (self.bases, sides.sends, sides.receives, nbytes, *exchange.own, *tail)
-        return Launch("exchange_words", ctas, arguments, how, warps)
+        return self._exchange_words(exchange, sides, how | dict(IN_PAIRS=False), ctas, tail, warps)
+
+    def _in_pairs(
+        self, exchange: Exchange, sides: _Sides, how: dict[str, Any], limit_ns: int, width: tuple[int, int]
+    ) -> Launch:
+        lanes, warps = width
+        sizes = functools.reduce(int.__or__, (*sides.send_bytes, *sides.receive_bytes), exchange.own[2])
+        constants = dict(BLOCK=lanes, WORD=_word(sides.low | sizes), TO_ALL=sides.to_all, IN_PAIRS=True)
+        ctas, tail = -(-sides.longest // (4 * lanes)), self._words_tail(self.pair_slots, limit_ns)
+        return self._exchange_words(exchange, sides, how | constants, ctas, tail, warps)
+
+    def _words_tail(self, slots: int, limit_ns: int) -> tuple[int, ...]:
+        slot_bytes = 8 * WORD_LANES
+        return slots, slot_bytes, self.counters, self.words, self.rank, self.limits.ctas, limit_ns, *_NOT_TOLD
+
+    def _exchange_words(
+        self, exchange: Exchange, sides: _Sides, how: dict[str, Any], ctas: int, tail: tuple[int, ...], warps: int
+    ) -> Launch:
+        messages = (sides.sends, sides.send_bytes, sides.receives, sides.receive_bytes)
+        return Launch("exchange_words", ctas, (self.bases, *messages, *exchange.own, *tail), how, warps)
 
     def _push(self, exchange: Exchange, sides: _Sides, how: dict[str, Any], limit_ns: int) -> Launch:
         limits = self.limits

@@ -1,12 +1,15 @@
-"""Small messages between all ranks, in words that carry their own flag.
+"""Small messages, in words that carry their own flag.
 
 A word is 8 bytes, written and read at once: 4 bytes of the message, and the number of the launch. The receiver polls
 the words themselves, so the sender needs no fence and no flag of its own, and what a message takes is one way across
 the link. It is twice the bytes: for small messages.
 
-Every rank sends as much to every other, at least a word for each CTA. There are two slots, for even and odd launches:
-a rank that has had the words of launch e from its peer knows that the peer has read those of e - 1, and may write
-e + 1.
+There are two slots, for even and odd launches: a rank that has had the words of launch e from its peer knows that the
+peer has read those of e - 1, and may write e + 1. So words go both ways, from each CTA at least one, also where a
+message goes one way only.
+
+* Between all ranks: every rank sends as much to every other, and all count launches together.
+* ``IN_PAIRS``: any pattern of messages; the two ranks of a pair know how much goes each way, and count their launches.
 """
 
 # mypy: ignore-errors
@@ -14,7 +17,7 @@ e + 1.
 import triton
 import triton.language as tl
 
-from .flags import COUNTERS, DEAD, HIP, WAITING, WORDS, at, greatest, look, pick, tell
+from .flags import COUNTERS, DEAD, HIP, PAIRS, WAITING, WORDS, at, greatest, look, pick, tell
 from .move import aligned
 from .reduce import combine, finish
 
@@ -91,11 +94,21 @@ def await_words(
 
 
 @triton.jit
+def share_of(nbytes, first, is_active, BLOCK: tl.constexpr, WORD: tl.constexpr):
+    """Return how many bytes of a message, from `first` on, are a CTA's, and how many 32-bit words it sends for them: a
+    few for none, and as many whatever the WORD of either rank.
+    """
+    n = tl.minimum(tl.maximum(nbytes - first, 0), BLOCK * 4)
+    return n, words_in(tl.where(is_active, tl.maximum(n, 16), 0), WORD)
+
+
+@triton.jit
 def exchange_words(
     bases,  # as for exchange, but:
     sends,
+    send_bytes,  # IN_PAIRS; else [world], and all of them and the own part, unless that is 0, are as long
     receives,
-    nbytes,  # of every message, and of the own part unless that is 0
+    receive_bytes,
     own_source,
     own_target,
     own_bytes,
@@ -110,38 +123,52 @@ def exchange_words(
     number,
     world: tl.constexpr,
     BLOCK: tl.constexpr,  # lanes; a CTA's share of a message is a word for each
-    WORD: tl.constexpr,  # all addresses, and nbytes, are multiples of it
+    WORD: tl.constexpr,  # all addresses and sizes are multiples of it
     TO_ALL: tl.constexpr,
+    IN_PAIRS: tl.constexpr,
     POLLS: tl.constexpr,
     PLATFORM: tl.constexpr,
 ):
-    """Move small messages of one size between all ranks."""
+    """Move small messages."""
     cta = tl.program_id(0).to(tl.int64)
     lane = tl.arange(0, BLOCK)
     counters = at(counters, tl.int32) + cta * COUNTERS * world
     words = at(words, tl.int32)
     alive = tl.load(counters + DEAD * world) == 0
-    epoch = tl.load(counters + WORDS * world) + 1
+    COUNTER: tl.constexpr = PAIRS if IN_PAIRS else WORDS
+    epoch = tl.load(counters + COUNTER * world) + 1  # of all ranks, or of rank 0
 
     first = cta * BLOCK * 4
-    n = tl.minimum(nbytes - first, BLOCK * 4)
-    used = lane < words_in(n, WORD)
     for k in tl.static_range(1, world):
         peer = (rank + k) % world
+        nbytes = pick(send_bytes, peer, world)
+        is_active = tl.maximum(nbytes, pick(receive_bytes, peer, world)) > first
+        if IN_PAIRS:
+            epoch = tl.load(counters + COUNTER * world + peer) + 1
+        n, count = share_of(nbytes, first, is_active, BLOCK, WORD)
         if k == 1 or not TO_ALL:
             word = load_words(pick(sends, peer, world) + first, n, lane, WORD)
         place = pick(bases, peer, world) + landing + ((rank * ctas + cta) * 2 + (epoch & 1)) * slot_bytes
-        send_words(word, place, epoch, lane, used & alive)
-    if own_bytes > 0:
+        send_words(word, place, epoch, lane, (lane < count) & alive)
+    if own_bytes > first:
+        n = tl.minimum(own_bytes - first, BLOCK * 4)
         store_words(own_target + first, load_words(own_source + first, n, lane, WORD), n, lane, WORD)
     for k in tl.static_range(1, world):
         peer = (rank + k) % world
+        nbytes = pick(receive_bytes, peer, world)
+        is_active = tl.maximum(nbytes, pick(send_bytes, peer, world)) > first
+        if IN_PAIRS:
+            epoch = tl.load(counters + COUNTER * world + peer) + 1
+        n, count = share_of(nbytes, first, is_active, BLOCK, WORD)
         place = pick(bases, rank, world) + landing + ((peer * ctas + cta) * 2 + (epoch & 1)) * slot_bytes
         word, alive = await_words(
-            *(place, epoch, lane, used, peer, cta, counters, words, limit_ns, alive, world, POLLS, PLATFORM)
+            *(place, epoch, lane, lane < count, peer, cta, counters, words, limit_ns, alive, world, POLLS, PLATFORM)
         )
         store_words(pick(receives, peer, world) + first, word, tl.where(alive, n, 0), lane, WORD)
-    tl.store(counters + WORDS * world, epoch)
+        if IN_PAIRS:
+            tl.store(counters + COUNTER * world + peer, epoch, mask=is_active)
+    if not IN_PAIRS:
+        tl.store(counters + COUNTER * world, epoch)
     tell(done, number, counters, cta, world, PLATFORM)
 
 
