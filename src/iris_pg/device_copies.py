@@ -13,10 +13,10 @@ import torch
 
 from iris_pg.collectives import message
 from iris_pg.collectives.build import build
-from iris_pg.collectives.flow import Flow, Fold
 from iris_pg.collectives.setting import Setting
 from iris_pg.copy_engine.calls import fits, with_unit_tags
 from iris_pg.copy_engine.stream import bind, lower
+from iris_pg.device_operation import DeviceOperation
 from iris_pg.device_page import DevicePage
 from iris_pg.device_queues import DeviceQueues
 from iris_pg.flags import MAIL_SLOTS, SLOTS
@@ -94,36 +94,31 @@ class DeviceCopies:
 
     def operation(
         self,
-        key: Key,
-        local: Any,
-        flow: Callable[[Key, Any], Flow | Fold],
+        what: DeviceOperation,
         sequence: int,
         program: Callable[[Setting], Program] | None,
-        names: Sequence[str],
-        addresses: Sequence[int],
         captures: bool,
     ) -> Prepared:
-        """Return operation number ``sequence``, ready; arguments are those of :class:`DeviceOperation` and
-        :meth:`DeviceTransport.perform`.
+        """Return operation number ``sequence``, ready; ``program`` builds what it does, when its flow does not say.
 
         While a graph is captured it has one lane, unless others only copy: a graph with waits on parallel branches was
         seen to hang.
         """
-        slot = sequence % SLOTS
-        known: Hashable = (key, local, slot, addresses, captures)
+        key, local, slot = what.key, what.local, sequence % SLOTS
+        known: Hashable = (key, local, slot, what.addresses, captures)
         prepared = self._prepared.get(known)
         if prepared is None:
             made = self._programs.get((key, local, slot))
             if made is None:
                 setting = self._setting(key, slot)
-                made = program(setting) if program else build(setting, flow(key, local))
+                made = program(setting) if program else build(setting, what.flow(key, local))
                 self._programs[key, local, slot] = made
                 if len(self._programs) > _PROGRAMS:
                     self._programs.popitem(last=False)
             if self.queues and not captures and fits(made):
-                return self._prepare_queues(self.queues, known, made, names, addresses)
+                return self._prepare_queues(self.queues, known, made, what.names, what.addresses)
             lanes = made.nbytes_moved() >= _LANES_FROM and (not captures or _is_free(made))
-            prepared = self._prepare(known, made, names, addresses, 0, lanes)
+            prepared = self._prepare(known, made, what.names, what.addresses, 0, lanes)
         return prepared
 
     def send(self, peer: int, tag: int, address: int, nbytes: int, chunks: int, word: int) -> tuple[Prepared, int]:

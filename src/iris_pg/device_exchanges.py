@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable
 from typing import Any
 
 import torch
 
-from iris_pg.collectives.flow import Flow, Fold
+from iris_pg.device_copies import Prepared
+from iris_pg.device_operation import DeviceOperation
 from iris_pg.device_page import DevicePage
 from iris_pg.errors import UnsupportedError
 from iris_pg.kernels.device import DeviceKernels, PreparedLaunches, check_comm_sms, one_shot_bytes, slot_bytes_for
@@ -17,7 +18,6 @@ from iris_pg.launches import launches
 from iris_pg.memory.heap import SymmetricHeap
 from iris_pg.platforms.gpu import platform as gpu
 from iris_pg.program import Program, Ref
-from iris_pg.watch import Key
 
 _PREPARED = 4096  # most operations that are kept
 
@@ -46,6 +46,25 @@ class PreparedExchanges:
                 gpu.write(stream, self._word, number)
         else:  # the kernel writes it, at less than a call of the driver
             self._launches.launch(stream, self._word, number)
+
+
+class PreparedBoth:
+    """An operation that is launches between some ranks and copies between others.
+
+    Args:
+        launches: come first, on every rank.
+        copies: come then.
+    """
+
+    __slots__ = ("_copies", "_launches", "program")
+
+    def __init__(self, launches: PreparedExchanges, copies: Prepared) -> None:
+        self.program, self._launches, self._copies = copies.program, launches, copies
+
+    def launch(self, stream: Any, number: int | None, after: Callable[[], Any] | None) -> None:
+        """Put it on a stream, as :meth:`iris_pg.device_copies.Prepared.launch` does."""
+        self._launches.launch(stream, None, None)
+        self._copies.launch(stream, number, after)
 
 
 def last_resort_s(timeout_s: float) -> float:
@@ -96,32 +115,25 @@ class DeviceExchanges:
         self.kernels = DeviceKernels(self.rank, self.world, heap.bases, heap.areas, *sizes)
         return self.kernels
 
-    def operation(
-        self,
-        key: Key,
-        local: Any,
-        flow: Callable[[Key, Any], Flow | Fold],
-        names: Sequence[str],
-        addresses: Sequence[int],
-    ) -> PreparedExchanges:
-        """Return an operation, ready; arguments are those of :class:`DeviceOperation`.
+    def operation(self, what: DeviceOperation) -> PreparedExchanges:
+        """Return an operation, ready.
 
         Raises:
             UnsupportedError: a reduction that the kernels do not have.
         """
-        known: Hashable = (key, local, addresses)
+        known: Hashable = (what.key, what.local, what.addresses)
         prepared = self._prepared.get(known)
         if prepared is None:
             assert self.kernels and self._tensors
-            bound, bases = dict(zip(names, addresses, strict=True)), self._tensors.bases
+            bound, bases = dict(zip(what.names, what.addresses, strict=True)), self._tensors.bases
 
             def address(ref: Ref) -> int:
                 return (bound[ref.buffer] if ref.buffer in bound else bases[ref.rank]) + ref.offset
 
-            made = launches(self.rank, self.world, flow(key, local), address, one_shot_bytes(self.world))
+            made = launches(self.rank, self.world, what.flow(what.key, what.local), address, one_shot_bytes(self.world))
             with gpu.outside_of_capture():
                 ready = self.kernels.prepare(made)
-            name = Program(self.rank, self.world, (), str(key[0]))
+            name = Program(self.rank, self.world, (), str(what.key[0]))
             prepared = self._prepared[known] = PreparedExchanges(name, ready, self._word)
             if len(self._prepared) > _PREPARED:
                 self._prepared.popitem(last=False)
@@ -132,4 +144,4 @@ class DeviceExchanges:
         self._prepared.clear()
 
 
-__all__ = ["DeviceExchanges", "PreparedExchanges", "check_comm_sms", "has_reduction", "last_resort_s"]
+__all__ = ["DeviceExchanges", "PreparedBoth", "PreparedExchanges", "check_comm_sms", "has_reduction", "last_resort_s"]

@@ -21,9 +21,10 @@ class DeviceOperation:
 
     Attributes:
         launches: its launches, once it is known to be one of the cu engine: the same every time.
+        halves: of one that is kernels between some ranks and copies between others, the two.
     """
 
-    __slots__ = ("addresses", "flow", "key", "launches", "local", "names")
+    __slots__ = ("addresses", "flow", "halves", "key", "launches", "local", "names")
 
     def __init__(
         self,
@@ -36,6 +37,25 @@ class DeviceOperation:
         self.key, self.local, self.flow, self.names = key, local, flow, names
         self.addresses = tuple(addresses)
         self.launches: PreparedExchanges | None = None
+        self.halves: tuple[DeviceOperation, DeviceOperation] | None = None
+
+    def split(self, most: int) -> tuple[DeviceOperation, DeviceOperation]:
+        """Return the two operations of which this one consists: between ranks where no message is larger than ``most``
+        bytes, and between others.
+        """
+        if self.halves is None:
+            flow = self.flow(self.key, self.local)
+            assert isinstance(flow, Flow)
+            small, large = flow.split(most)
+            self.halves = self._of(small), self._of(large)
+        return self.halves
+
+    def _of(self, flow: Flow) -> DeviceOperation:
+        return DeviceOperation(self.key, flow, _itself, self.names, self.addresses)
+
+
+def _itself(key: Key, flow: Flow) -> Flow:
+    return flow
 
 
 __all__ = ["DeviceOperation"]

@@ -29,7 +29,14 @@ from iris_pg.collectives.barrier import barrier
 from iris_pg.collectives.flow import Flow, Fold
 from iris_pg.collectives.setting import Setting
 from iris_pg.device_copies import DeviceCopies, Prepared
-from iris_pg.device_exchanges import DeviceExchanges, PreparedExchanges, check_comm_sms, has_reduction, last_resort_s
+from iris_pg.device_exchanges import (
+    DeviceExchanges,
+    PreparedBoth,
+    PreparedExchanges,
+    check_comm_sms,
+    has_reduction,
+    last_resort_s,
+)
 from iris_pg.device_messages import DeviceMessages, MailLane
 from iris_pg.device_operation import DeviceOperation
 from iris_pg.device_page import DevicePage
@@ -41,7 +48,7 @@ from iris_pg.flags import MAIL_SLOTS
 from iris_pg.memory.heap import SymmetricHeap
 from iris_pg.memory.sharing import Links
 from iris_pg.options import Options
-from iris_pg.planner import engine_for, uses_kernels, words_of_table
+from iris_pg.planner import engine_for, pair_limit, uses_kernels, words_of_table
 from iris_pg.platforms.gpu import platform as gpu
 from iris_pg.program import Program
 from iris_pg.transport import BARRIER
@@ -230,12 +237,26 @@ class DeviceTransport(DeviceMessages):
 
     def _prepare(
         self, what: DeviceOperation, program: Callable[[Setting], Program] | None, captures: bool
-    ) -> Prepared | PreparedExchanges:
-        given = what.key, what.local, what.flow
-        if self._exchanges and not program and self._is_for_kernels(*given):
-            what.launches = self._exchanges.operation(*given, what.names, what.addresses)
+    ) -> Prepared | PreparedExchanges | PreparedBoth:
+        if self._exchanges and not program:
+            most = pair_limit(self._requested, str(what.key[0]))
+            if most is not None and self.world > 1:
+                return self._prepare_pairs(self._exchanges, what, most, captures)
+            if self._is_for_kernels(what.key, what.local, what.flow):
+                what.launches = self._exchanges.operation(what)
+                return what.launches
+        return self._copies.operation(what, self.watch.sequence + 1, program, captures)
+
+    def _prepare_pairs(
+        self, exchanges: DeviceExchanges, what: DeviceOperation, most: int, captures: bool
+    ) -> Prepared | PreparedExchanges | PreparedBoth:
+        """Prepare an operation that is kernels between some ranks, and copies between others."""
+        small, large = what.split(most)
+        if large.local.is_empty:
+            what.launches = exchanges.operation(small)
             return what.launches
-        return self._copies.operation(*given, self.watch.sequence + 1, program, what.names, what.addresses, captures)
+        copies = self._copies.operation(large, self.watch.sequence + 1, None, captures)
+        return copies if small.local.is_empty else PreparedBoth(exchanges.operation(small), copies)
 
     def _check_usable(self, key: Key) -> None:
         """Raise when the group has failed. A peer that gave up released its streams, so flags may have been signalled
@@ -270,7 +291,7 @@ class DeviceTransport(DeviceMessages):
     def _capture(
         self,
         key: Key,
-        prepared: Prepared | PreparedExchanges,
+        prepared: Prepared | PreparedExchanges | PreparedBoth,
         outputs: list[Any],
         after: Callable[[], Any] | None,
         is_in_line: bool = True,

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from iris_pg.device_copies import Prepared
-from iris_pg.device_exchanges import PreparedExchanges
+from iris_pg.device_exchanges import PreparedBoth, PreparedExchanges
 from iris_pg.device_page import DevicePage
 from iris_pg.device_work import Begun, Lane
 from iris_pg.errors import DeadlineError, IrisError, MismatchError, PeerLostError, where
@@ -49,7 +49,11 @@ class Captured:
         self.moved_at = time.monotonic()
 
     def launch(
-        self, key: Any, prepared: Prepared | PreparedExchanges, stream: Any, after: Callable[[], Any] | None
+        self,
+        key: Any,
+        prepared: Prepared | PreparedExchanges | PreparedBoth,
+        stream: Any,
+        after: Callable[[], Any] | None,
     ) -> None:
         """Put an operation on a stream (its handle) that is being captured, and what ``after`` does behind it."""
         if isinstance(prepared, PreparedExchanges):
@@ -188,9 +192,9 @@ class Watchdog:
             raise DeadlineError(f"{what}: Timed out waiting; waiting for rank {waiting[0]} {place}")
 
     def _waits_for(self, begun: Begun) -> int | None:
-        """Return the rank whose flag an operation waits for, as far as flags tell: the first that is empty."""
-        if self._kernels and not begun.program.steps:
-            return next(iter(self._kernels.waiting), None)
+        """Return the rank that a kernel waits for, or else the one whose flag is the first that is not there."""
+        if self._kernels and (waiting := self._kernels.waiting):
+            return waiting[0]
         takes = (step for step in begun.program.steps if isinstance(step, Take))
         return next((step.writer for step in takes if self._page.load(step.flag.offset) == 0), None)
 

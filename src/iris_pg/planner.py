@@ -13,7 +13,14 @@ KERNELS_UP_TO = {"all_gather": 16 << 20, "broadcast": 4 << 20, "reduce": 16 << 2
 
 Of two H200s, in a graph, kernels gather 1 MiB in 10 us and 16 MiB in 62 to 81, copies in 23 to 39 and 66 to 99; from
 64 MiB on copies are faster (docs/performance.md). An all_reduce of 256 MiB takes kernels 3 to 8 % less. Operations of
-other names are copies: their ranks do not know each other's sizes, and so could not agree.
+other names are copies, or of :data:`PAIRS_UP_TO`.
+"""
+
+PAIRS_UP_TO = {"all_to_all": 16 << 20, "gather": 16 << 20, "scatter": 16 << 20}
+"""The same of operations whose ranks do not know each other's sizes, and so could not agree on one engine for all:
+bytes of the largest message between two ranks up to which these use kernels, and else copies. One call may be both.
+
+Of two H200s, kernels exchange 4 KiB in a third of the time of copies, and 16 MiB in 88 %; 64 MiB take copies 17 % less.
 """
 
 
@@ -29,9 +36,19 @@ def uses_kernels(requested: str, op: str, nbytes: int) -> bool:
     return any(op.startswith(kind) and nbytes <= most for kind, most in KERNELS_UP_TO.items())
 
 
+def pair_limit(requested: str, op: str) -> int | None:
+    """Return up to how many bytes between two ranks are of the cu engine, where each pair decides for itself; None of
+    an operation on which all ranks decide together.
+    """
+    if requested != "auto":
+        return None
+    return next((most for kind, most in PAIRS_UP_TO.items() if op.startswith(kind)), None)
+
+
 def words_of_table() -> str:
     """Return what "auto" does on a GPU, in words."""
-    rows = ", ".join(f"{kind} up to {most} bytes" for kind, most in KERNELS_UP_TO.items())
+    table = {**KERNELS_UP_TO, **{f"{kind} between two ranks": most for kind, most in PAIRS_UP_TO.items()}}
+    rows = ", ".join(f"{kind} up to {most} bytes" for kind, most in table.items())
     return f"kernels (cu) for small operations, which take them half the time: {rows}"
 
 

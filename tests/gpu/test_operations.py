@@ -84,3 +84,52 @@ def test_every_operation_gives_what_it_should(ranks, engine, world, n_dtypes, si
     options = dict(engine=engine, device_chunk_bytes=CHUNK_BYTES)
     counts = ranks(world).run(every_operation, DTYPES[:n_dtypes], sizes, options=options, timeout_s=TIMEOUT_S)
     assert len(set(counts)) == 1
+
+
+def exchanges_of_both_engines(rank, world):
+    """Little between some ranks and much between others, in one call, in turn with calls that are one or the other."""
+    from iris_pg import planner
+
+    use_device(rank)
+    limits = dict(planner.PAIRS_UP_TO)
+    planner.PAIRS_UP_TO.update(dict.fromkeys(limits, 4000))
+    try:
+        graph, captured = torch.cuda.CUDAGraph(), None
+        for i in range(9):
+            scale = (1, 500, 1999)[i % 3]  # all in kernels, some, most in copies
+            sizes = [[(3 * s + r * r + (i + s) % 2) % 5 * scale for r in range(world)] for s in range(world)]
+            sent = [(torch.arange(n) * 7 + 31 * rank + 13 * r + i) % 127 for r, n in enumerate(sizes[rank])]
+            into = torch.full((sum(row[rank] for row in sizes),), -1, dtype=torch.uint8, device="cuda")
+            source = torch.cat(sent).to("cuda", torch.uint8)
+            splits = [row[rank] for row in sizes], sizes[rank]
+            expected = torch.cat(
+                [(torch.arange(row[rank]) * 7 + 31 * s + 13 * rank + i) % 127 for s, row in enumerate(sizes)]
+            )
+            for _ in range(2):
+                into.fill_(255)
+                dist.all_to_all_single(into, source, *splits)
+                assert torch.equal(into.cpu(), expected.to(torch.uint8)), (i, sizes)
+            if i == 1:
+                torch.cuda.synchronize()
+                captured = into, source, expected
+                with torch.cuda.graph(graph):
+                    dist.all_to_all_single(into, source, *splits)
+            if captured and i > 3:
+                captured[0].fill_(255)
+                graph.replay()
+                assert torch.equal(captured[0].cpu(), captured[2].to(torch.uint8)), i
+            root = i % world
+            mine = torch.full((sizes[root][rank],), rank + i, dtype=torch.uint8, device="cuda")
+            got = [torch.empty(n, dtype=torch.uint8, device="cuda") for n in sizes[root]] if rank == root else None
+            dist.gather(mine, got, dst=root)
+            assert got is None or all(bool((t == p + i).all()) for p, t in enumerate(got)), (i, "gather")
+    finally:
+        planner.PAIRS_UP_TO.update(limits)
+    dist.barrier()
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_exchanges_that_are_kernels_between_some_ranks_and_copies_between_others(ranks, world):
+    ranks(world).run(
+        exchanges_of_both_engines, options=dict(engine="auto", device_chunk_bytes=CHUNK_BYTES), timeout_s=90
+    )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from iris_pg.program import Copy, Ref
 
@@ -40,6 +40,29 @@ class Flow:
     own: Copy | None = None
     to_all: bool = False
     zero_copy: bool = False
+
+    def split(self, most: int) -> tuple[Flow, Flow]:
+        """Return two flows of which this one consists: between ranks where no message is larger than ``most`` bytes,
+        and between others. Both ranks of a message split it alike. The own copy goes where messages are.
+        """
+        large = {part.peer for part in (*self.sends, *self.receives) if part.nbytes > most}
+        halves = [
+            replace(
+                self,
+                sends=tuple(part for part in self.sends if (part.peer in large) == is_large),
+                receives=tuple(part for part in self.receives if (part.peer in large) == is_large),
+                own=None,
+            )
+            for is_large in (False, True)
+        ]
+        takes_own = 0 if any(part.nbytes for part in (*halves[0].sends, *halves[0].receives)) else 1
+        halves[takes_own] = replace(halves[takes_own], own=self.own)
+        return halves[0], halves[1]
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether it moves nothing."""
+        return not (self.own or any(part.nbytes for part in (*self.sends, *self.receives)))
 
 
 @dataclass(frozen=True)
