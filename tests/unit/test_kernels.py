@@ -150,6 +150,44 @@ def test_all_ranks_choose_the_same_kernel_for_one_operation(world):
                     assert len({(x.arguments[rounds], x.arguments[names.index("own_share")]) for x in chosen}) == 1
 
 
+def test_both_ranks_of_a_message_choose_the_same_kernel_for_it():
+    """Where only they know its size: the same width of the words that it goes in, or slots."""
+    world, limits = 4, gpu_limits("CUDA", comm_sms=4)
+    engines = [
+        Launches(rank, world, [1 << 40] * world, 0, 1 << 16, 1 << 16, 4096, 4096, limits) for rank in range(world)
+    ]
+    kinds = (0, 1, 8000, 8193, 32768, 32769, 65536, 65537, 1 << 20)
+    for i in range(60):
+        sizes = [[kinds[(s * 5 + r * r * 7 + i * (s + 1)) % 9] for r in range(world)] for s in range(world)]
+        chosen = []  # rank -> peer -> kernel
+        for rank, engine in enumerate(engines):
+            peers = [p for p in range(world) if p != rank]
+            sends = [Message(p, 1 << 30, sizes[rank][p]) for p in peers if sizes[rank][p]]
+            receives = [Message(p, 1 << 30, sizes[p][rank]) for p in peers if sizes[p][rank]]
+            made = engine.of(Exchange(sends, receives, (1 << 30, 1 << 30, sizes[rank][rank])), 1)
+            of_peer = {}
+            for launch in made:
+                names = list(source_of(launch.kernel, world, {})["signature"])
+                given = dict(zip(names, launch.arguments, strict=False))
+                for p in peers:
+                    if given["send_bytes"][p] or given["receive_bytes"][p]:
+                        assert p not in of_peer
+                        assert (given["send_bytes"][p], given["receive_bytes"][p]) == (sizes[rank][p], sizes[p][rank])
+                        of_peer[p] = launch.kernel, launch.constants["BLOCK"] if launch.kernel.endswith("words") else 0
+            assert set(of_peer) == {p for p in peers if sizes[rank][p] or sizes[p][rank]}
+            chosen.append(of_peer)
+            assert len(made) <= 4
+            assert (
+                sum(
+                    launch.arguments[list(source_of(launch.kernel, world, {})["signature"]).index("own_bytes")]
+                    for launch in made
+                )
+                == sizes[rank][rank]
+            )
+        assert all(chosen[p][rank] == kernel for rank in range(world) for p, kernel in chosen[rank].items())
+    assert {kernel for of_peer in chosen for kernel in of_peer.values()}
+
+
 def ref(rank):
     return Ref(rank, "in", 0)
 

@@ -12,8 +12,8 @@ from iris_pg.errors import UnsupportedError
 from iris_pg.kernels.loader import kernels
 
 WORD_LANES = 4096  # most 32-bit words of a message that a CTA sends with their flags
-PAIR_LANES = 512  # the same of a message whose size only its two ranks know
 _CREDIT_SLOTS, _ROUND_SLOTS, _WORD_SLOTS = 4, 4, 2  # as in the kernels
+Width = tuple[int, int]  # lanes, and warps, of a kernel for words
 _NOT_TOLD = (0, 0)  # the last two arguments: the word that the last CTA writes, and what it writes there
 
 
@@ -235,34 +235,45 @@ class Launches:
         are_words = self.world > 1 and 0 < sides.longest <= self._words_bytes
         if exchange.symmetric and sides.is_even and are_words:
             return [self._in_words(exchange, sides, how, size, limit_ns)]
-        if exchange.reduction is None:
-            if exchange.symmetric or exchange.is_known:
-                if are_words:
-                    return [self._in_pairs(exchange, sides, how, limit_ns, self._word_lanes(sides.longest))]
-            elif (split := self._split(exchange, sides)) is not None:
-                few, many = split
-                made = self._in_pairs(few, _sides(few, self.world), how, limit_ns, (PAIR_LANES, 4))
-                return [made, *(self.of(many, limit_ns) if many.sends or many.receives or many.own[2] else [])]
+        if exchange.reduction is None and not (exchange.symmetric or exchange.is_known or exchange.zero_copy):
+            return [self._of_width(*part, how, limit_ns) for part in self._by_width(exchange, sides)]
+        if exchange.reduction is None and are_words:
+            return [self._in_pairs(exchange, sides, how, limit_ns, self._word_lanes(sides.longest))]
         is_small = exchange.symmetric and sides.longest <= self.limits.push_bytes
         if exchange.zero_copy and exchange.reduction is None and not is_small:
             return [self._push(exchange, sides, how, limit_ns)]
         return [self._in_slots(exchange, sides, how, size, limit_ns)]
 
-    def _split(self, exchange: Exchange, sides: _Sides) -> tuple[Exchange, Exchange] | None:
-        """Return what goes in words, which is what little goes both ways between two ranks, and all else; None when
-        nothing goes in words. Both ranks of a pair know.
+    def _of_width(self, width: Width | None, exchange: Exchange, how: dict[str, Any], limit_ns: int) -> Launch:
+        sides = _sides(exchange, self.world)
+        if width:
+            return self._in_pairs(exchange, sides, how, limit_ns, width)
+        return self._in_slots(exchange, sides, how, 1, limit_ns)
+
+    def _by_width(self, exchange: Exchange, sides: _Sides) -> list[tuple[Width | None, Exchange]]:
+        """Return the exchanges of which one consists whose messages only their two ranks know: by the width of the
+        kernel, as :meth:`_word_lanes` says for the longer of the two messages of a pair, and what goes through slots.
         """
-        most = 4 * PAIR_LANES * self.limits.ctas
-        both = [max(pair) for pair in zip(sides.send_bytes, sides.receive_bytes, strict=True)]
-        if not any(0 < n <= most for n in both):
-            return None
-        few, many = Exchange(), replace(exchange, sends=[], receives=[], own=(0, 0, 0))
-        for where in ("sends", "receives"):
-            for part, is_small in ((few, True), (many, False)):
-                chosen = [m for m in getattr(exchange, where) if (both[m.peer] <= most) == is_small]
-                setattr(part, where, chosen)
-        (few if exchange.own[2] <= most else many).own = exchange.own
-        return few, many
+        widths: dict[int, Width | None] = {}  # by peer
+        for peer, pair in enumerate(zip(sides.send_bytes, sides.receive_bytes, strict=True)):
+            if longest := max(pair):
+                widths[peer] = self._word_lanes(longest) if longest <= self._words_bytes else None
+        parts = {
+            width: replace(
+                exchange,
+                sends=[m for m in exchange.sends if widths[m.peer] == width],
+                receives=[m for m in exchange.receives if widths[m.peer] == width],
+                own=(0, 0, 0),
+            )
+            for width in sorted(set(widths.values()), key=lambda width: width or (1 << 30, 0))
+        }
+        own = exchange.own[2]
+        # The own part goes with others where that takes no launch more.
+        takes = next((width for width in parts if width is None or own <= 4 * width[0] * self.limits.ctas), None)
+        if own or not parts:
+            part = parts.get(takes) or replace(exchange, sends=[], receives=[])
+            parts[takes] = replace(part, own=exchange.own)
+        return list(parts.items())
 
     def _in_words(self, exchange: Exchange, sides: _Sides, how: dict[str, Any], size: int, limit_ns: int) -> Launch:
         nbytes = sides.longest
@@ -275,9 +286,7 @@ class Launches:
             return Launch("reduce_words", ctas, (self.bases, sides.sends, nbytes, source, target, *tail), how, warps)
         return self._exchange_words(exchange, sides, how | dict(IN_PAIRS=False), ctas, tail, warps)
 
-    def _in_pairs(
-        self, exchange: Exchange, sides: _Sides, how: dict[str, Any], limit_ns: int, width: tuple[int, int]
-    ) -> Launch:
+    def _in_pairs(self, exchange: Exchange, sides: _Sides, how: dict[str, Any], limit_ns: int, width: Width) -> Launch:
         lanes, warps = width
         sizes = functools.reduce(int.__or__, (*sides.send_bytes, *sides.receive_bytes), exchange.own[2])
         constants = dict(BLOCK=lanes, WORD=_word(sides.low | sizes), TO_ALL=sides.to_all, IN_PAIRS=True)
@@ -350,7 +359,7 @@ class Launches:
     def _block(self, longest: int, lanes: int) -> int:
         return max(16, min(lanes, 1 << (longest // 8).bit_length())) if self.limits.fits else lanes
 
-    def _word_lanes(self, nbytes: int) -> tuple[int, int]:
+    def _word_lanes(self, nbytes: int) -> Width:
         """Return (lanes, warps) for a message in words."""
         for lanes, warps in ((512, 4), (2048, 8)):
             if nbytes <= 4 * lanes * self.limits.ctas:
