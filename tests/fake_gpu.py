@@ -140,7 +140,7 @@ def copy(dst, src, nbytes):
     return lambda raw: Stream.all[raw].submit(lambda: ctypes.memmove(dst, src, nbytes))
 
 
-def reduction(device, op, dtype, dst, sources, nbytes):
+def reduction(device, ctas, op, dtype, dst, sources, nbytes):
     return lambda raw: Stream.all[raw].submit(lambda: reduce_bytes(op, dtype, dst, sources, nbytes))
 
 

@@ -68,10 +68,11 @@ class DeviceCopies:
         page: the flags, and the words of lanes.
         device: this rank's GPU.
         chunk_bytes: size of a slot that all ranks read.
+        comm_sms: most CTAs of a kernel that reduces.
     """
 
-    def __init__(self, page: DevicePage, device: torch.device, chunk_bytes: int) -> None:
-        self.rank, self.world, self.device = page.heap.rank, page.heap.world, device
+    def __init__(self, page: DevicePage, device: torch.device, chunk_bytes: int, comm_sms: int) -> None:
+        self.rank, self.world, self.device, self._comm_sms = page.heap.rank, page.heap.world, device, comm_sms
         self.chunk_bytes = chunk_bytes
         self.pair_bytes = max(256, 2 * chunk_bytes // max(self.world, 1) // 256 * 256)
         self._page = page
@@ -175,7 +176,7 @@ class DeviceCopies:
         lanes: bool = False,
     ) -> Prepared:
         actions = lower(program, self._addresses(names, addresses), lanes)
-        calls, end = bind(actions, self.device, self._page.address_of_word(word), self._second)
+        calls, end = bind(actions, self.device, self._comm_sms, self._page.address_of_word(word), self._second)
         return self._keep(known, Prepared(program, calls, end))
 
     def _prepare_queues(

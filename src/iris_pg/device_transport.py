@@ -95,7 +95,7 @@ class DeviceTransport(DeviceMessages):
         # Words: collectives, messages to each rank, messages from each rank, graphs.
         words = 2 + 2 * self.world
         self._page = page = DevicePage(links, words + (words_for(self.world) if torch.version.hip else 0))
-        self._copies = DeviceCopies(page, device, self._chunk_bytes)
+        self._copies = DeviceCopies(page, device, self._chunk_bytes, options.comm_sms)
         self._exchanges = None if self._requested == "sdma" else DeviceExchanges(page, device, options.comm_sms)
         self._uses_kernels: dict[Key, bool] = {}
         self._kernels = None
@@ -363,7 +363,8 @@ class DeviceTransport(DeviceMessages):
                 f"  heap      {self.heap.limit_bytes} bytes a rank for tensors; outputs in it are written by peers "
                 "directly (zero copy)",
                 *([f"  copies    {self._copying}"] if self._copying else []),
-                *([f"  kernels   at most {self._comm_sms} CTAs each (comm_sms)"] if self._exchanges else []),
+                f"  kernels   at most {self._comm_sms} CTAs each (comm_sms)"
+                + ("" if self._exchanges else ", and only where something is added"),
                 f"  elsewhere through landing slots of {self._chunk_bytes} bytes",
                 f"  messages  are matched by their order, and go through {MAIL_SLOTS} slots of "
                 f"{self._copies.pair_bytes} bytes for each pair of ranks",

@@ -124,7 +124,8 @@ class Options(Backend.Options):
         device_chunk_bytes: the same on a GPU, for CUDA tensors.
         direct_bytes: tensors outside the heap of at least so many bytes are not staged: their readers read them out of
             the sender's process, where the system allows it. 0 means never.
-        comm_sms: most CTAs of a kernel of the cu engine on a GPU, and so most multiprocessors that it takes.
+        comm_sms: most CTAs of a kernel on a GPU, and so most multiprocessors that it takes: of the cu engine, and of
+            the one that adds what copy engines have brought.
         inter_host: ``"auto"``, ``"gloo"`` or ``"nccl"``: what carries bytes between hosts.
         timeout: deadline of every wait, in seconds or a ``timedelta``; the group's own timeout when None.
         hostile_seed, host: for tests, see ``IRIS_PG_HOSTILE_SEED`` and ``IRIS_PG_HOST``.

@@ -283,7 +283,7 @@ def address(ref):
 
 
 def put(program, runtime, second=None, lanes=True, number=None):
-    calls, end = stream.bind(stream.lower(program, address, lanes=lanes), DEVICE, 0x9000, second)
+    calls, end = stream.bind(stream.lower(program, address, lanes=lanes), DEVICE, 32, 0x9000, second)
     runtime.taken()
     for call in calls:
         call(STREAM)

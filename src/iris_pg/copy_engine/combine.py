@@ -14,8 +14,8 @@ from triton.runtime.jit import JITFunction
 from iris_pg.platforms.compiled import kernel_launch
 from iris_pg.platforms.gpu import platform as gpu
 
-BLOCK = 4096  # elements of a CTA; so that one of 8 warps has 16 bytes of every type in each access
-_WARPS = 8
+BLOCK_BYTES = 1 << 15  # of each operand that a CTA has on the way at a time; so few CTAs read fast
+_WARPS = 16
 _WORD = 16  # bytes; the widest access
 
 TYPES: dict[str, tuple[Any, Any]] = {
@@ -84,12 +84,13 @@ def _combine(  # type: ignore[no-untyped-def]
     WORD: tl.constexpr,
     SIZE: tl.constexpr,
 ):
-    start = tl.program_id(0).to(tl.int64) * SIZE
-    index = start + tl.arange(0, SIZE)
-    if start + SIZE <= numel:  # without a mask, so that accesses are wide
-        _part(dst, sources, index, None, COUNT, ELEMENT, WIDE, OP, WORD)
-    else:
-        _part(dst, sources, index, index < numel, COUNT, ELEMENT, WIDE, OP, WORD)
+    first, step = tl.program_id(0).to(tl.int64) * SIZE, tl.num_programs(0).to(tl.int64) * SIZE
+    for start in range(first, numel, step):
+        index = start + tl.arange(0, SIZE)
+        if start + SIZE <= numel:  # without a mask, so that accesses are wide
+            _part(dst, sources, index, None, COUNT, ELEMENT, WIDE, OP, WORD)
+        else:
+            _part(dst, sources, index, index < numel, COUNT, ELEMENT, WIDE, OP, WORD)
 
 
 _combine = JITFunction(_combine)
@@ -105,13 +106,17 @@ def source_of(count: int, dtype: str, op: str, word: int) -> Any:
     from triton.compiler import ASTSource
 
     element, wide = TYPES[dtype]
-    constants = dict(COUNT=count, ELEMENT=element, WIDE=wide, OP=OPS[op], WORD=word, SIZE=BLOCK)
+    size = BLOCK_BYTES // (element.primitive_bitwidth // 8)
+    constants = dict(COUNT=count, ELEMENT=element, WIDE=wide, OP=OPS[op], WORD=word, SIZE=size)
     signature = dict(dst="i64", sources=("i64",) * count, numel="i64") | dict.fromkeys(constants, "constexpr")
     return ASTSource(fn=_combine, signature=signature, constexprs=constants)
 
 
-def combine(device: torch.device, op: str, dtype: str, dst: int, sources: Sequence[int], nbytes: int) -> gpu.Launch:
-    """Return what combines the elements at ``sources``, in their order, into ``dst``, which may be one of them.
+def combine(
+    device: torch.device, ctas: int, op: str, dtype: str, dst: int, sources: Sequence[int], nbytes: int
+) -> gpu.Launch:
+    """Return what combines the elements at ``sources``, in their order, into ``dst``, which may be one of them, with at
+    most ``ctas`` CTAs.
 
     The kernel is compiled and loaded here, if it is new, also while a graph is captured.
     """
@@ -119,7 +124,7 @@ def combine(device: torch.device, op: str, dtype: str, dst: int, sources: Sequen
     word = _WORD if all(address % _WORD == 0 for address in (dst, *sources)) else size
     numel = nbytes // size
     kernel = _loaded(device, len(sources), dtype, op, word)
-    return kernel_launch(kernel, -(-numel // BLOCK), (dst, tuple(sources), numel))
+    return kernel_launch(kernel, min(-(-nbytes // BLOCK_BYTES), ctas), (dst, tuple(sources), numel))
 
 
 @functools.cache
@@ -131,4 +136,4 @@ def _loaded(device: torch.device, count: int, dtype: str, op: str, word: int) ->
     return kernel
 
 
-__all__ = ["BLOCK", "OPS", "TYPES", "combine", "source_of"]
+__all__ = ["BLOCK_BYTES", "OPS", "TYPES", "combine", "source_of"]

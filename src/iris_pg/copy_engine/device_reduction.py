@@ -42,10 +42,13 @@ _OPS: dict[str, Callable[..., torch.Tensor]] = {
 _OF_BOOL = {"sum": torch.bitwise_or, "max": torch.bitwise_or, "product": torch.bitwise_and, "min": torch.bitwise_and}
 
 
-def reduction(device: torch.device, op: str, dtype: str, dst: int, sources: tuple[int, ...], nbytes: int) -> gpu.Launch:
+def reduction(
+    device: torch.device, ctas: int, op: str, dtype: str, dst: int, sources: tuple[int, ...], nbytes: int
+) -> gpu.Launch:
     """Return what sets each element at ``dst`` to ``op`` over those at ``sources``, in the order given, on a stream.
 
     Args:
+        ctas: most CTAs of the one kernel; torch's kernels, for other types, take as many as they like.
         op, dtype: as in :class:`iris_pg.program.Reduce`.
         dst, sources: addresses; ``dst`` may be some of ``sources``, and overlaps none in part.
         nbytes: bytes of the result, and of each operand; whole elements.
@@ -57,7 +60,7 @@ def reduction(device: torch.device, op: str, dtype: str, dst: int, sources: tupl
     if op in ("sum", "avg"):
         dtype = _REAL.get(dtype, dtype)
     if op in combine.OPS and dtype in combine.TYPES and (op != "avg" or dtype.startswith(("float", "bfloat"))):
-        return combine.combine(device, op, dtype, dst, sources, nbytes)
+        return combine.combine(device, ctas, op, dtype, dst, sources, nbytes)
     element = _SIGNED.get(dtype, getattr(torch, dtype))
     step = (_OPS | _OF_BOOL if dtype == "bool" else _OPS)[op]
     is_flipped = dtype in _SIGNED and op in ("min", "max")  # unsigned order, from signed comparisons

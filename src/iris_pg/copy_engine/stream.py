@@ -118,7 +118,7 @@ def lower(program: Program, address: Callable[[Ref], int], lanes: bool = True) -
 
 
 def bind(
-    actions: list[tuple[int, Action]], device: torch.device, mark: int, second: gpu.SecondStream
+    actions: list[tuple[int, Action]], device: torch.device, ctas: int, mark: int, second: gpu.SecondStream
 ) -> tuple[list[gpu.Launch], gpu.FlagCalls]:
     """Return the driver calls of ``actions``, and the last of them, which may write a word behind everything.
 
@@ -126,18 +126,22 @@ def bind(
     which begins after what that stream did before, and which the last call waits for.
 
     Args:
+        ctas: most CTAs of a kernel that reduces.
         mark: address of the word.
     """
     if all(lane == 0 for lane, _ in actions):
         last = actions[-1][1] if actions else None
         if isinstance(last, Flags):
-            return [_bound(action, device) for _, action in actions[:-1]], gpu.FlagCalls(last.ops, mark)
-        return [_bound(action, device) for _, action in actions], gpu.FlagCalls((), mark)
-    calls = [second.beside(_bound(action, device)) if lane else _bound(action, device) for lane, action in actions]
+            return [_bound(action, device, ctas) for _, action in actions[:-1]], gpu.FlagCalls(last.ops, mark)
+        return [_bound(action, device, ctas) for _, action in actions], gpu.FlagCalls((), mark)
+    calls = [
+        second.beside(_bound(action, device, ctas)) if lane else _bound(action, device, ctas)
+        for lane, action in actions
+    ]
     return [second.begin, *calls, second.end], gpu.FlagCalls((), mark)
 
 
-def _bound(action: Action, device: torch.device) -> gpu.Launch:
+def _bound(action: Action, device: torch.device, ctas: int) -> gpu.Launch:
     if isinstance(action, Flags):
         return gpu.FlagCalls(action.ops)
     if isinstance(action, Linear):
@@ -145,7 +149,7 @@ def _bound(action: Action, device: torch.device) -> gpu.Launch:
     if isinstance(action, Rectangle):
         pitches = action.dst_pitch_bytes, action.src_pitch_bytes
         return gpu.copy_2d(action.dst, action.src, action.width_bytes, action.rows, *pitches)
-    return reduction(device, action.op, action.dtype, action.dst, action.sources, action.nbytes)
+    return reduction(device, ctas, action.op, action.dtype, action.dst, action.sources, action.nbytes)
 
 
 __all__ = ["Action", "Flags", "Linear", "Rectangle", "Reduction", "bind", "lower"]
