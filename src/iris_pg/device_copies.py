@@ -27,7 +27,7 @@ from iris_pg.watch import Key, tag_of
 
 _PREPARED = 4096  # most operations whose driver calls are kept
 _PROGRAMS = 1024  # most programs that are kept
-_HALVED, _HALVED_FROM = ("all_", "reduce_scatter"), 32 << 20  # operations in which all send and receive, and bytes
+_TAPERED, _TAPERED_FROM = ("all_", "reduce_scatter"), 32 << 20  # operations in which all send and receive, and bytes
 _LANES_FROM = 4 << 20  # bytes that a rank moves; for less a second stream costs more than it gains
 
 
@@ -161,7 +161,7 @@ class DeviceCopies:
             tag=tag_of(key),
             chunk_bytes=self.chunk_bytes,
             pair_bytes=self.pair_bytes,
-            halved_from=_HALVED_FROM if str(key[0]).startswith(_HALVED) else 0,
+            tapered_from=_TAPERED_FROM if str(key[0]).startswith(_TAPERED) else 0,
             first_slot=slot,
             pushes=True,
         )

@@ -140,7 +140,7 @@ def group(operations, first=0, direct=0, pushes=False):
     for rank in range(world):
         whole = Program(rank, world, ())
         for i, operation in enumerate(operations):
-            sizes = dict(direct_bytes=direct, pushes=pushes, halved_from=PAIR // 2 if pushes and i % 2 else 0)
+            sizes = dict(direct_bytes=direct, pushes=pushes, tapered_from=PAIR // 2 if pushes and i % 2 else 0)
             s = Setting(rank, world, page, 2 * i + 2, CHUNK, PAIR, (first + i) % 2, **sizes)
             steps = []
             if rank in operation.writes and operation.writes[rank][1]:
@@ -169,6 +169,21 @@ def prove(*operations, first=0, schedules=4, direct=0, push_schedules=1):
 
 
 WORLDS = range(1, 9)
+
+
+@pytest.mark.parametrize("tapered_from", [0, 256, 768])
+def test_pieces_are_the_whole_message_and_fit_their_slots(tapered_from):
+    s = Setting(0, 2, ControlPage(2), chunk_bytes=1024, pair_bytes=1024, tapered_from=tapered_from)
+    before = 0
+    for n in range(4200):
+        pieces = s.pieces(n, 64)
+        assert sum(length for _, length in pieces) == n and before <= len(pieces) <= before + 1
+        assert all(start % 64 == 0 and 0 < length <= 1024 for start, length in pieces)
+        assert all(a + length == b for (a, length), (b, _) in zip(pieces, pieces[1:], strict=False))
+        if pieces and tapered_from:
+            assert pieces[-1][1] <= tapered_from
+        before = len(pieces)
+    assert s.pieces(2048, 64) == ([(0, 1024), (1024, 768), (1792, 256)] if tapered_from else [(0, 1024), (1024, 1024)])
 
 
 def shapes(world):

@@ -11,8 +11,8 @@ reads (world - 1) * n and writes 2 * n, but waits for its peers once and not twi
 from __future__ import annotations
 
 from iris_pg.collectives.flow import Fold
-from iris_pg.collectives.reduce_scatter import alone, collect, piece_bytes, release, slot_of, stage, total
-from iris_pg.collectives.setting import Setting, chunks
+from iris_pg.collectives.reduce_scatter import alone, collect, release, slot_of, stage, total
+from iris_pg.collectives.setting import Setting
 from iris_pg.flags import CREDIT, LINE
 from iris_pg.program import Copy, Program, Reduce, Signal, Step, Take
 
@@ -58,10 +58,7 @@ def two_phases(s: Setting, fold: Fold) -> Program:
     steps: list[Step] = []
     segment = -(-n // (s.world * LINE)) * LINE  # whole lines, so whole elements; the last ones may be shorter, or empty
     pieces = [
-        [
-            (p * segment + start, length)
-            for start, length in chunks(min(segment, n - p * segment), piece_bytes(s, segment))
-        ]
+        [(p * segment + start, length) for start, length in s.pieces(max(min(segment, n - p * segment), 0), LINE)]
         for p in range(s.world)
     ]
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from iris_pg.collectives.flow import Fold
-from iris_pg.collectives.setting import Setting, chunks
+from iris_pg.collectives.setting import Setting
 from iris_pg.flags import CREDIT, LINE, SLOTS
 from iris_pg.program import Copy, Program, Reduce, Ref, Signal, Step, Take
 
@@ -24,7 +24,8 @@ def reduce_scatter(s: Setting, fold: Fold) -> Program:
         return alone(s, fold)
     steps: list[Step] = []
     operands = {part.peer: part.here for part in fold.operands}
-    pieces = {part.peer: list(chunks(part.nbytes, piece_bytes(s, part.nbytes))) for part in fold.operands}
+    # Whole lines, so that elements of any size are whole.
+    pieces = {part.peer: s.pieces(part.nbytes, LINE) for part in fold.operands}
 
     def produce(chunk: int) -> None:
         for p in s.peers:
@@ -58,11 +59,6 @@ def alone(s: Setting, fold: Fold) -> Program:
 def slot_of(s: Setting, chunk: int) -> int:
     """The slot through which a chunk goes."""
     return (s.first_slot + chunk) % SLOTS
-
-
-def piece_bytes(s: Setting, nbytes: int) -> int:
-    """Most bytes of ``nbytes`` that are staged for one peer at a time: whole lines, so elements of any size, too."""
-    return min(s.most_of(nbytes), s.chunk_bytes) // LINE * LINE
 
 
 def stage(s: Setting, slot: int, peer: int, source: Ref, nbytes: int) -> Iterator[Step]:

@@ -23,8 +23,8 @@ class Setting:
         first_slot: the slot of the first chunk; the same on all ranks.
         direct_bytes: tensors from this size on are read by their readers directly; 0: none are.
         piece_bytes: size of the places in a rank's own memory to which it pulls what it is about to reduce.
-        halved_from: a message of more bytes goes in two pieces at least, so that the second comes while the first is
-            handled; 0: pieces fill their slots.
+        tapered_from: a last piece of more bytes is cut in two, of which the second is a quarter, so that little is left
+            to be handled when all has come; 0: pieces fill their slots.
         pushes: slots for pairs lie at their readers, into which writers push; else at the writers, from which readers
             pull. For engines that write a peer's memory faster than they read it, and run lanes side by side: what a
             rank receives is then handled in a lane of its own, beside what it sends.
@@ -39,7 +39,7 @@ class Setting:
     first_slot: int = 0
     direct_bytes: int = 0
     piece_bytes: int = 1 << 17
-    halved_from: int = 0
+    tapered_from: int = 0
     pushes: bool = False
 
     @property
@@ -56,12 +56,18 @@ class Setting:
         """The tag of a message of ``nbytes``, when only its two ranks know how long it is."""
         return zlib.crc32(nbytes.to_bytes(8, "little"), self.tag) | 2  # neither empty nor a credit
 
-    def most_of(self, nbytes: int) -> int:
-        """Most bytes that are staged for one peer at a time, of a message of ``nbytes``."""
-        if not self.halved_from:
-            return self.pair_bytes
-        half = -(-nbytes // (2 * LINE)) * LINE
-        return min(self.pair_bytes, max(half, self.halved_from))
+    def pieces(self, nbytes: int, unit: int = 1) -> list[tuple[int, int]]:
+        """Return (start, length) of each piece in which a message of ``nbytes`` goes through slots for pairs: multiples
+        of ``unit`` bytes but for the last. A longer message has no fewer.
+        """
+        most = min(self.pair_bytes, self.chunk_bytes) // unit * unit
+        made = list(chunks(nbytes, most))
+        if made and 0 < self.tapered_from < made[-1][1]:
+            start, length = made.pop()
+            line = LINE if length > 4 * LINE else unit  # aligned memory moves faster
+            first = -(-3 * length // (4 * line)) * line
+            made += [(start, first), (start + first, length - first)] if first < length else [(start, length)]
+        return made
 
     def is_direct(self, nbytes: int) -> bool:
         """Whether a tensor of so many bytes is read directly."""

@@ -68,7 +68,7 @@ def pairwise(s: Setting, flow: Flow) -> Program:
     )
     lane = s.receiving
     steps: list[Step] = list(direct.pair_offers(s, large_sends))
-    own = list(chunks(flow.own.nbytes, s.most_of(flow.own.nbytes))) if flow.own and s.pushes else []
+    own = s.pieces(flow.own.nbytes) if flow.own and s.pushes else []
     if flow.own and not own:
         steps.append(flow.own)
     sends = {p.peer: (p.here, _pieces(s, p.nbytes)) for p in flow.sends if not s.is_direct(p.nbytes)}
@@ -109,7 +109,7 @@ def pairwise(s: Setting, flow: Flow) -> Program:
 
 
 def _pieces(s: Setting, nbytes: int) -> list[tuple[int, int]]:
-    return list(chunks(nbytes, s.most_of(nbytes))) or [(0, 0)]
+    return s.pieces(nbytes) or [(0, 0)]
 
 
 def _one_ahead(produce: Callable[[int], None], consume: Callable[[int], None], count: int) -> None:
