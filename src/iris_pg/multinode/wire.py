@@ -227,16 +227,23 @@ class GlooWire:
         """See :class:`Wire`."""
         with self._lock:
             ways, self._ways = self._ways, []
+            if self._reached is not None:  # all at once: whoever is released by one finds the others closed
+                for gloo in ways[1:]:
+                    self._sender.submit(_end, gloo, self._reached)
+        if self._reached is not None:
+            for gloo in ways[:1]:
+                _end(gloo, self._reached)
         self._sender.shutdown()  # soon: sends that have not begun fail now; so memory that they read may go
-        if self._reached is None:
-            return
-        # Gloo has no call that ends what others wait for, in this process or elsewhere, and closes its connections only
-        # when nobody uses it any more. But a receive that is late makes it close all of them at once.
-        for gloo in ways:
-            try:
-                gloo.recv([torch.empty(1, dtype=torch.uint8)], self._reached, _NEVER).wait(_AT_ONCE)
-            except RuntimeError:
-                pass
+
+
+def _end(gloo: Any, reached: int) -> None:
+    """Close all connections of a context. Gloo has no call that ends what others wait for, in this process or
+    elsewhere, and closes them only when nobody uses it any more; but a receive that is late makes it close all at once.
+    """
+    try:
+        gloo.recv([torch.empty(1, dtype=torch.uint8)], reached, _NEVER).wait(_AT_ONCE)
+    except RuntimeError:
+        pass
 
 
 class _GlooPending:
