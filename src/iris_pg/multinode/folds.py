@@ -144,14 +144,14 @@ def _all_reduce_piece(
     def result_of(begin: int, end: int) -> Span:
         return _elements(into, e.size, start + begin, start + end)
 
-    # Where elements are not widened partial results are where the result will be. What arrives goes where peers have
-    # read their operands, or, in slices, to a buffer of its own, which is there before its senders are.
+    # Buffers of its own would pass through the caches for nothing, where elements are not widened. So partial results
+    # are where the result will be, and what arrives goes where peers have read their operands.
     place = None if size == 1 or e.is_converted else into.part(start * e.size, count * e.size)
     reduced, partial = _reduced_within(plan, hosts, rank, name, e, shards, operand, turn, place)
     bounds = [cut(shard, host, k) for k in range(slices) for shard in mine]
     nbytes = len(others) * sum(b - a for a, b in bounds) * e.wide_size
     beside = max(into.part(0, start * e.size), into.part((start + count) * e.size, into.nbytes), key=lambda s: s.nbytes)
-    is_beside = place is not None and slices == 1 and AT_ONCE_BYTES < nbytes <= beside.nbytes
+    is_beside = place is not None and AT_ONCE_BYTES < nbytes <= beside.nbytes
     room = beside if is_beside else plan.temporary(f"arrived{turn}", nbytes)
 
     expected, exchanged = list[Step](), list[Step]()
