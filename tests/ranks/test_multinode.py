@@ -24,7 +24,7 @@ from iris_pg.errors import (
     PeerLostError,
     UnsupportedError,
 )
-from iris_pg.multinode import wire
+from iris_pg.multinode import folds, wire
 from iris_pg.multinode.group import HierarchicalProcessGroup
 from iris_pg.process_group import IrisProcessGroup
 from table.runner import groups_of, mistakes
@@ -168,6 +168,22 @@ def test_partial_sums_are_not_rounded(ranks):
     assert exact == 258.0
     for _, out in ranks(4).run(sums_what_16_bits_cannot_hold, "aabb", init=None):
         assert out == exact
+
+
+def adds_a_piece_and_a_little(rank, world, letters):
+    with world_group(rank, world, letters):
+        n = folds.IN_PLACE_BYTES // 4 + 1001
+        assert folds.IN_PLACE_BYTES // 2 >= 2 * folds.SLICE_BYTES >= 2 * wire.LARGE_BYTES
+        whole = torch.arange(n) % 251
+        for turn in range(2):
+            x = (whole + rank + turn).float()
+            dist.all_reduce(x)
+            assert torch.equal(x, (world * (whole + turn) + sum(range(world))).float())
+
+
+def test_a_short_send_does_not_overtake_large_ones(ranks):
+    """An all-reduce of a piece, which crosses in slices that a thread sends, and of a short one."""
+    ranks(4).run(adds_a_piece_and_a_little, "aabb", init=None)
 
 
 # The surface ----------------------------------------------------------------------------------------------------------

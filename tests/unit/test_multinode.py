@@ -172,6 +172,7 @@ def pieces(request, monkeypatch):
         monkeypatch.setattr(moves, "WHOLE_BYTES", 0)
         monkeypatch.setattr(folds, "PIECE_BYTES", 128)
         monkeypatch.setattr(folds, "IN_PLACE_BYTES", 128)
+        monkeypatch.setattr(folds, "SLICE_BYTES", 8)
         monkeypatch.setattr(folds, "AT_ONCE_BYTES", 0)
         monkeypatch.setattr(folds, "DIRECT_BYTES", 8)
 
@@ -255,7 +256,7 @@ def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize("letters", LAYOUTS)
 @pytest.mark.parametrize("kind", KINDS, ids=str)
-@pytest.mark.parametrize("n", [1, 333])
+@pytest.mark.parametrize("n", [1, 333, 341])
 @pytest.mark.parametrize("in_place", [False, True])
 def test_all_reduce(letters, kind, n, in_place, pieces):
     (op, dtype), hosts = kind, hosts_of(letters)

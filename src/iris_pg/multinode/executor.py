@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 
-from iris_pg.multinode.arithmetic import combine, finish
+from iris_pg.copy_engine.reduction import reduce_bytes
+from iris_pg.multinode.arithmetic import combine_by_torch, finish
 from iris_pg.multinode.plan import Await, Combine, Copy, Exchange, Expect, Finish, Plan, Span, Widen, Within
 from iris_pg.multinode.wire import Pending, Wire, tag_of
 
@@ -16,8 +17,10 @@ Tensor = torch.Tensor
 
 _SCRATCH_BYTES = 64 << 20  # of temporary buffers of CPU tensors that are kept from one operation to the next
 
-WithinHost = Callable[[Any, Any, torch.device, dict[str, int]], None]
-"""(key, flow, device, name -> address of a buffer) -> None: an operation of the host's ranks, in line."""
+_VIEWS = 1024  # of memory that are kept, then all are forgotten
+
+WithinHost = Callable[[Any, Within, torch.device, dict[str, int]], None]
+"""(key, step, device, name -> address of a buffer) -> None: an operation of the host's ranks, in line."""
 
 
 class Executor:
@@ -30,7 +33,8 @@ class Executor:
     def __init__(self, within: WithinHost) -> None:
         self._within = within
         self._scratch: dict[str, Tensor] = {}
-        self._types: dict[str, torch.dtype] = {}
+        self._abandoned: list[dict[str, Tensor]] = []  # of an operation that failed
+        self._views: dict[tuple[int, int], Tensor] = {}  # of a CPU's memory, by address and size
 
     def run(self, plan: Plan, key: Any, addresses: Mapping[str, int], device: torch.device, wire: Wire) -> None:
         """Carry out a plan.
@@ -42,24 +46,22 @@ class Executor:
         Raises:
             IrisError: what ended it.
         """
-        memory = {name: self._room(name, nbytes, device) for name, nbytes in plan.temporaries.items()}
-        for name, nbytes in plan.sizes.items():
-            if name not in memory:
-                memory[name] = _bytes_at(addresses[name], nbytes, device)
-        places = {**addresses, **{name: memory[name].data_ptr() for name in plan.temporaries}}
+        rooms = {name: self._room(name, nbytes, device) for name, nbytes in plan.temporaries.items()}
+        places = {**addresses, **{name: room.data_ptr() for name, room in rooms.items()}}
         tag, deadline = tag_of(key), time.monotonic() + wire.timeout_s
         pending: dict[int, list[Pending]] = {}
+        is_cpu = device.type == "cpu"
         parts = 0  # of it that are within the host
 
         def view(span: Span, dtype: str | None = None) -> Tensor:
-            tensor = memory[span.buffer][span.offset : span.offset + span.nbytes]
-            return tensor.view(self._type(dtype)) if dtype else tensor
+            tensor = self._view(places[span.buffer] + span.offset, span.nbytes, device)
+            return tensor.view(getattr(torch, dtype)) if dtype else tensor
 
         try:
             for step in plan.steps:
                 if isinstance(step, Within):
                     parts += 1
-                    self._within((*key, "within the host", parts), step.flow, device, places)
+                    self._within((*key, "within the host", parts), step, device, places)
                 elif isinstance(step, Expect):
                     if wire.has_tags:
                         receives = [(peer, view(span)) for peer, span in step.receives]
@@ -76,15 +78,33 @@ class Executor:
                 elif isinstance(step, Widen):
                     view(step.into, step.wide).copy_(view(step.source, step.dtype))
                 elif isinstance(step, Combine):
-                    combine(step.op, view(step.into, step.dtype), [view(s, step.dtype) for s in step.sources])
+                    if is_cpu:
+                        into, *sources = (places[span.buffer] + span.offset for span in (step.into, *step.sources))
+                        reduce_bytes(step.op, step.dtype, into, sources, step.into.nbytes)
+                    else:
+                        combine_by_torch(
+                            step.op, view(step.into, step.dtype), [view(s, step.dtype) for s in step.sources]
+                        )
                 elif isinstance(step, Finish):
                     finish(view(step.into, step.dtype), view(step.source, step.wide), step.divisor)
         except BaseException:
-            self._scratch = {}  # something may be on its way into it still
+            # Something may be on its way into them still, so they stay until the group goes.
+            self._abandoned, self._scratch = [rooms, self._scratch], {}
             raise
 
-    def _type(self, name: str) -> torch.dtype:
-        return self._types.setdefault(name, getattr(torch, name))
+    def _view(self, address: int, nbytes: int, device: torch.device) -> Tensor:
+        """Return memory that the caller keeps, as bytes. A training loop repeats its addresses, so views of a CPU's
+        memory are kept; they own nothing.
+        """
+        if device.type != "cpu":
+            return _bytes_at(address, nbytes, device)
+        found = self._views.get((address, nbytes))
+        if found is None:
+            if len(self._views) >= _VIEWS:
+                self._views.clear()
+            with torch.inference_mode(False):  # else it could not be written outside of inference mode
+                found = self._views[address, nbytes] = _bytes_at(address, nbytes, device)
+        return found
 
     def _room(self, name: str, nbytes: int, device: torch.device) -> Tensor:
         """Return memory for a temporary buffer."""

@@ -36,6 +36,9 @@ AT_ONCE_BYTES = 32 << 10
 IN_PLACE_BYTES = 16 << 20
 """Size of a piece of an all-reduce that needs no temporary memory: the fewer pieces, the less ranks wait."""
 
+SLICE_BYTES = 2 << 20
+"""Of a rank's part of a piece, what crosses in one message: it is combined while others are on their way."""
+
 DIRECT_BYTES = 64 << 10
 """Operands of at least this size are read where they are; smaller ones are packed, for one operation in the host."""
 
@@ -130,10 +133,13 @@ def _all_reduce_piece(
     start, count = shards.range_of(host, index)
     at_once = hosts.count == 2 or shards.numel * e.wide_size <= AT_ONCE_BYTES * shards.count
 
-    def cut(shard: int, part: int) -> tuple[int, int]:
-        """Return the elements, from the first of this rank on, of a host's part of a shard."""
-        begin, end = shards.bound(shard) - start, shards.bound(shard + 1) - start
-        return (begin, end) if at_once else _part((begin, end), part, hosts.count)
+    # Large shards cross in slices: one is combined while others are on their way.
+    slices = max(shards.numel // shards.count * e.wide_size // SLICE_BYTES, 1) if at_once else 1
+
+    def cut(shard: int, part: int, k: int) -> tuple[int, int]:
+        """Return the elements, from the first of this rank on, of a slice of a host's part of a shard."""
+        bounds = shards.bound(shard) - start, shards.bound(shard + 1) - start
+        return _part(bounds, k, slices) if at_once else _part(bounds, part, hosts.count)
 
     def result_of(begin: int, end: int) -> Span:
         return _elements(into, e.size, start + begin, start + end)
@@ -142,37 +148,43 @@ def _all_reduce_piece(
     # are where the result will be, and what arrives goes where peers have read their operands.
     place = None if size == 1 or e.is_converted else into.part(start * e.size, count * e.size)
     reduced, partial = _reduced_within(plan, hosts, rank, name, e, shards, operand, turn, place)
-    nbytes = len(others) * sum(b - a for a, b in (cut(shard, host) for shard in mine)) * e.wide_size
+    bounds = [cut(shard, host, k) for k in range(slices) for shard in mine]
+    nbytes = len(others) * sum(b - a for a, b in bounds) * e.wide_size
     beside = max(into.part(0, start * e.size), into.part((start + count) * e.size, into.nbytes), key=lambda s: s.nbytes)
-    is_beside = place is not None and nbytes > AT_ONCE_BYTES and nbytes <= beside.nbytes
+    is_beside = place is not None and AT_ONCE_BYTES < nbytes <= beside.nbytes
     room = beside if is_beside else plan.temporary(f"arrived{turn}", nbytes)
 
-    results, arriving = list[tuple[int, Span]](), list[tuple[int, Span]]()  # of the second exchange
-    sends, receives = list[tuple[int, Span]](), list[tuple[int, Span]]()
-    combined = list[Step]()
-    arrived = 0
-    for shard in mine:
-        done = result_of(*cut(shard, host))
-        operands = {host: _elements(partial, e.wide_size, *cut(shard, host))}
-        for other in others:
-            peer = shards.peer(other, shard)
-            operands[other] = room.part(arrived, operands[host].nbytes)
-            arrived += operands[host].nbytes
-            sends.append((peer, _elements(partial, e.wide_size, *cut(shard, other))))
-            receives.append((peer, operands[other]))
-            results.append((peer, done))
-            arriving.append((peer, result_of(*cut(shard, other))))
-        combined += e.combined(plan, f"total{turn}", [operands[h] for h in range(hosts.count)], done)
-    exchange = plan.exchange(sends, receives)
-    expected = [] if is_beside else [Expect(exchange.number, exchange.receives)]
-    stages: list[list[Step]] = [[*expected, *reduced, exchange], [Await(exchange.number), *combined], []]
-    if not at_once:
-        second = plan.exchange(results, arriving)
-        stages[1].append(second)
-        stages[2].append(Await(second.number))
+    expected, exchanged = list[Step](), list[Step]()
+    stages: list[list[Step]] = [[], [], []]
+    arrived = 0  # bytes
+    for k in range(slices):
+        results, arriving = list[tuple[int, Span]](), list[tuple[int, Span]]()  # of the second exchange
+        sends, receives = list[tuple[int, Span]](), list[tuple[int, Span]]()
+        combined = list[Step]()
+        for shard in mine:
+            done = result_of(*cut(shard, host, k))
+            operands = {host: _elements(partial, e.wide_size, *cut(shard, host, k))}
+            for other in others:
+                peer = shards.peer(other, shard)
+                operands[other] = room.part(arrived, operands[host].nbytes)
+                arrived += operands[host].nbytes
+                sends.append((peer, _elements(partial, e.wide_size, *cut(shard, other, k))))
+                receives.append((peer, operands[other]))
+                results.append((peer, done))
+                arriving.append((peer, result_of(*cut(shard, other, k))))
+            combined += e.combined(plan, f"total{turn}", [operands[h] for h in range(hosts.count)], done)
+        exchange = plan.exchange(sends, receives)
+        expected += [] if is_beside else [Expect(exchange.number, exchange.receives)]
+        exchanged.append(exchange)
+        stages[1] += [Await(exchange.number), *combined]
+        if not at_once:
+            second = plan.exchange(results, arriving)
+            stages[1].append(second)
+            stages[2].append(Await(second.number))
     if size > 1:
         ranges = [shards.range_of(host, k) for k in range(size)]
         stages[2] += gathered_within(name, index, [_elements(into, e.size, a, a + n) for a, n in ranges])
+    stages[0] = [*expected, *reduced, *exchanged]
     return stages
 
 

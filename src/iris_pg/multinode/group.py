@@ -41,7 +41,7 @@ from iris_pg.multinode.discovery import Discovered
 from iris_pg.multinode.executor import Executor
 from iris_pg.multinode.failures import Failures
 from iris_pg.multinode.messages import WireMessages
-from iris_pg.multinode.plan import Plan
+from iris_pg.multinode.plan import Plan, Within
 from iris_pg.multinode.translate import plan_of
 from iris_pg.multinode.wire import GlooWire, NcclWire, Wire
 from iris_pg.multinode.worker import Worker
@@ -230,13 +230,13 @@ class HierarchicalProcessGroup(WireMessages, process_group.IrisProcessGroup):
         self._worker.submit(job, work.completion)
         return self._coalesced(work)
 
-    def _within(self, key: Key, flow: Flow | Fold, device: torch.device, places: dict[str, int]) -> None:
+    def _within(self, key: Key, step: Within, device: torch.device, places: dict[str, int]) -> None:
         """Carry out an operation of the host's ranks, in line."""
         names, addresses = tuple(places), tuple(places.values())
         if device.type == "cpu":
-            self.local.transport.run(key, flow, _same, names, addresses)
+            self.local.transport.run(key, step, _flow_of, names, addresses)
         else:
-            self.local._run(device, key, flow, _same, names, addresses, [], False, None, None)
+            self.local._run(device, key, step, _flow_of, names, addresses, [], False, None, None)
 
     def _wire(self, device: torch.device) -> Wire:
         wire = self._wires.get(device.type)
@@ -400,8 +400,8 @@ class _Marks:
         return [self._of._host_ranks[index] for index in self._of.local.links.lost()]
 
 
-def _same(key: Key, flow: Flow | Fold) -> Flow | Fold:
-    return flow
+def _flow_of(key: Key, step: Within) -> Flow | Fold:
+    return step.flow
 
 
 def _bare(text: str) -> str:

@@ -73,8 +73,11 @@ class Await(NamedTuple):
     number: int
 
 
-class Within(NamedTuple):
-    """An operation of the ranks of this host; ranks in it are indices on the host."""
+@dataclass(frozen=True, eq=False)
+class Within:
+    """An operation of the ranks of this host; ranks in it are indices on the host. Equal to itself alone, so that what
+    is kept for it is found without a look at all that it says.
+    """
 
     flow: Flow | Fold
 
@@ -128,13 +131,16 @@ class Plan:
 
     def in_turn(self, pieces: Sequence[Sequence[list[Step]]]) -> None:
         """Add the steps of pieces, each in the same number of stages: while a later stage of one piece waits, an
-        earlier stage of the next one has begun.
+        earlier stage of the next one has begun. Exchanges in which this rank has no part are left out.
         """
         depth = max((len(stages) for stages in pieces), default=0)
+        steps = list[Step]()
         for turn in range(len(pieces) + depth - 1):
             for stage in range(depth):
                 if 0 <= turn - stage < len(pieces):
-                    self.steps.extend(pieces[turn - stage][stage])
+                    steps += pieces[turn - stage][stage]
+        idle = {s.number for s in steps if isinstance(s, Exchange) and not s.sends and not s.receives}
+        self.steps += [s for s in steps if not isinstance(s, Exchange | Expect | Await) or s.number not in idle]
 
     @property
     def sent_bytes(self) -> int:

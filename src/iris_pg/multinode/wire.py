@@ -5,15 +5,22 @@ other, and then each waits for the other; so a receive could not be begun long b
 group that is not large are all connected when it is made; in a large one a rank is connected to its counterparts, one
 on each other host. Every rank has an engine of its own, and Gloo's takes the network interface that is its rank's turn
 among those in ``GLOO_SOCKET_IFNAME``, so all network cards of a host work.
+
+A connection of Gloo's sends or receives, one at a time, and while it does one its thread asks over and over whether it
+may do the other. So ranks of a group that is not large have two connections: by one the lower rank sends, by the other
+the higher.
 """
 
 from __future__ import annotations
 
 import datetime
+import functools
 import os
+import threading
 import time
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from concurrent import futures
 from typing import Any, NoReturn, Protocol
 
 import torch
@@ -28,6 +35,11 @@ Parts = Sequence[tuple[int, Tensor]]
 LARGEST_TAG = (1 << 30) - 2
 """Of a message between users; tags of Gloo have 31 bits, of which one tells messages from operations."""
 
+LARGE_BYTES = 1 << 20
+"""A send of at least this size is begun by a thread: Gloo returns from it when the kernel has no more room, which takes
+megabytes and a good part of the time.
+"""
+
 ANY = -1  # in place of a rank
 LARGEST_MESH = 256
 """Ranks of the largest group that has all its connections from the start, as groups of Gloo's own have."""
@@ -37,6 +49,7 @@ _AT_ONCE = datetime.timedelta(milliseconds=1)
 _ATTEMPTS = 5  # of Gloo to connect to a rank, each as long as its context's timeout
 
 
+@functools.lru_cache(maxsize=1024)
 def tag_of(key: Any) -> int:
     """Return the tag of an operation: ranks that are in different ones never take each other's bytes."""
     return 2 * (zlib.crc32(repr(key).encode()) & LARGEST_TAG) + 1
@@ -92,13 +105,19 @@ class GlooWire:
         self.hosts, self.rank, self.group, self.timeout_s = hosts, rank, group, timeout_s
         self.sent_bytes = 0
         gloo: Any = dist.ProcessGroupGloo  # torch's stubs lack some of it
-        options = gloo._Options()
-        options._timeout = datetime.timedelta(seconds=timeout_s)
-        options._threads = 1  # it is given messages alone, which have no use for more
-        options._devices = [self._device(hosts.places[rank][1])]
-        self._gloo: Any = dist.ProcessGroupGloo(store, rank, hosts.world, options)
+        self._sender = futures.ThreadPoolExecutor(1, f"iris_pg {group} sends")  # a thread, from the first large one on
+        self._last: futures.Future[Any] | None = None  # that it was given
+        self._lock = threading.Lock()  # of these two; an operation and a message may begin at once
+        self._ways: list[Any] = []  # contexts of Gloo's
         self._reached: int | None = None  # a rank that there is a connection to
         try:
+            for way in range(2 if hosts.world <= LARGEST_MESH else 1):
+                options = gloo._Options()
+                options._timeout = datetime.timedelta(seconds=timeout_s)
+                options._threads = 1  # it is given messages alone, which have no use for more
+                options._devices = [self._device(hosts.places[rank][1])]
+                prefix = dist.PrefixStore(f"way {way}", store)
+                self._ways.append(dist.ProcessGroupGloo(prefix, rank, hosts.world, options))
             host = hosts.places[rank][0]
             everyone = [peer for other in hosts.others(host) for peer in hosts.members[other]]
             self._connect(everyone if hosts.world <= LARGEST_MESH else hosts.peers(rank))
@@ -108,12 +127,13 @@ class GlooWire:
 
     def _connect(self, peers: Sequence[int]) -> None:
         token, tokens = torch.zeros(1, dtype=torch.uint8), torch.zeros(len(peers), dtype=torch.uint8)
-        receives = [(peer, tokens[k : k + 1]) for k, peer in enumerate(peers)]
-        pending = self.exchange([(peer, token) for peer in peers], receives, tag_of("connect"))
-        pending.wait(time.monotonic() + self.timeout_s)
-        self.sent_bytes = 0
-        # From here on it is for connecting alone: other waits are given what is left of their deadline.
-        self._gloo._set_default_timeout(datetime.timedelta(seconds=max(self.timeout_s / _ATTEMPTS, 0.001)))
+        tag, deadline = tag_of("connect"), time.monotonic() + self.timeout_s
+        for way, gloo in enumerate(self._ways):
+            works = [(peer, self._begin(way, "recv", tokens[k : k + 1], peer, tag)) for k, peer in enumerate(peers)]
+            works += [(peer, self._begin(way, "send", token, peer, tag)) for peer in peers]
+            _GlooPending(self, works).wait(deadline)
+            # From here on it is for connecting alone: other waits are given what is left of their deadline.
+            gloo._set_default_timeout(datetime.timedelta(seconds=max(self.timeout_s / _ATTEMPTS, 0.001)))
 
     @staticmethod
     def _device(index: int) -> Any:
@@ -125,24 +145,36 @@ class GlooWire:
 
     def exchange(self, sends: Parts, receives: Parts, tag: int) -> Pending:
         """See :class:`Wire`."""
+        two = tag % 2 and len(self._ways) > 1  # of a message, its receiver may not know where it comes from
         works: list[tuple[int, Any]] = []
         for peer, tensor in receives:
-            works.append((peer, self._begin(lambda gloo, p=peer, t=tensor: gloo.recv([t], p, tag), peer)))  # type: ignore[misc]
+            works.append((peer, self._begin(two and peer < self.rank, "recv", tensor, peer, tag)))
         for peer, tensor in sends:
-            works.append((peer, self._begin(lambda gloo, p=peer, t=tensor: gloo.send([t], p, tag), peer)))  # type: ignore[misc]
+            works.append((peer, self._send(two and peer > self.rank, tensor, peer, tag)))
             self.sent_bytes += tensor.nbytes
         return _GlooPending(self, works)
 
     def receive_from_any(self, tensor: Tensor, tag: int) -> Pending:
         """Begin to receive bytes [n] from whichever rank sends first."""
-        return _GlooPending(self, [(ANY, self._begin(lambda gloo: gloo.recv_anysource([tensor], tag), ANY))])
+        return _GlooPending(self, [(ANY, self._begin(0, "recv_anysource", tensor, ANY, tag))])
 
-    def _begin(self, begin: Callable[[Any], Any], peer: int) -> Any:
-        gloo = self._gloo
-        if gloo is None:
-            raise self.lost(peer, "this rank has closed its connections")
+    def _send(self, way: int, tensor: Tensor, peer: int, tag: int) -> Any:
+        """Begin a send, after all that were begun before; return a work of Gloo's, or the future of one."""
+        if tensor.nbytes < LARGE_BYTES and (self._last is None or self._last.done()):
+            return self._begin(way, "send", tensor, peer, tag)
+        with self._lock:
+            if not self._ways:
+                raise self._closed(peer)
+            self._last = self._sender.submit(self._begin, way, "send", tensor, peer, tag)
+            return self._last
+
+    def _begin(self, way: int, call: str, tensor: Tensor, peer: int, tag: int) -> Any:
+        ways = self._ways
+        if not ways:
+            raise self._closed(peer)
+        begin = getattr(ways[way], call)
         try:
-            return begin(gloo)
+            return begin([tensor], tag) if peer == ANY else begin([tensor], peer, tag)
         except RuntimeError as error:
             raise self.failed(peer, error) from error
 
@@ -152,6 +184,11 @@ class GlooWire:
         Raises:
             DeadlineError, PeerLostError: naming the rank and its host.
         """
+        if isinstance(work, futures.Future):
+            try:
+                work = work.result(max(deadline - time.monotonic(), 0.001))
+            except TimeoutError as error:
+                raise self.failed(peer, TimeoutError("timed out before it could be begun")) from error
         left = max(deadline - time.monotonic(), 0.001)
         try:
             work.wait(datetime.timedelta(seconds=left))
@@ -177,6 +214,9 @@ class GlooWire:
         """Return the error for a peer that is gone."""
         return PeerLostError(f"{self._named(peer)} died, left the group or is cut off ({said}) {self._where()}")
 
+    def _closed(self, peer: int) -> PeerLostError:
+        return self.lost(peer, "this rank has closed its connections")
+
     def _named(self, peer: int) -> str:
         return "any rank" if peer == ANY else f"rank {peer} on host {self.hosts.name_of(peer)}"
 
@@ -185,15 +225,25 @@ class GlooWire:
 
     def close(self) -> None:
         """See :class:`Wire`."""
-        gloo, self._gloo = self._gloo, None
-        if gloo is None or self._reached is None:
-            return
-        # Gloo has no call that ends what others wait for, in this process or elsewhere, and closes its connections only
-        # when nobody uses it any more. But a receive that is late makes it close all of them at once.
-        try:
-            gloo.recv([torch.empty(1, dtype=torch.uint8)], self._reached, _NEVER).wait(_AT_ONCE)
-        except RuntimeError:
-            pass
+        with self._lock:
+            ways, self._ways = self._ways, []
+            if self._reached is not None:  # all at once: whoever is released by one finds the others closed
+                for gloo in ways[1:]:
+                    self._sender.submit(_end, gloo, self._reached)
+        if self._reached is not None:
+            for gloo in ways[:1]:
+                _end(gloo, self._reached)
+        self._sender.shutdown()  # soon: sends that have not begun fail now; so memory that they read may go
+
+
+def _end(gloo: Any, reached: int) -> None:
+    """Close all connections of a context. Gloo has no call that ends what others wait for, in this process or
+    elsewhere, and closes them only when nobody uses it any more; but a receive that is late makes it close all at once.
+    """
+    try:
+        gloo.recv([torch.empty(1, dtype=torch.uint8)], reached, _NEVER).wait(_AT_ONCE)
+    except RuntimeError:
+        pass
 
 
 class _GlooPending:
