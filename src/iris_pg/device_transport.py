@@ -372,10 +372,13 @@ class DeviceTransport(DeviceMessages):
         )
 
     def set_timeout(self, timeout_s: float) -> None:
-        """Set the deadline of later waits."""
+        """Set the deadline of later waits, but for those of launches that are captured, or in an operation that was
+        made before.
+        """
         self._watchdog.timeout_s = timeout_s
-        if self._kernels:
+        if self._kernels and self._exchanges:
             self._kernels.timeout_s = last_resort_s(timeout_s)
+            self._exchanges.close()
 
     def close(self, why: str = "closed", patience_s: float | None = None) -> None:
         """Drop the heap, once nothing uses it any more. Idempotent.

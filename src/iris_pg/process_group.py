@@ -357,6 +357,7 @@ class IrisProcessGroup(Reductions, Exchanges, Rooted, Messages, dist.ProcessGrou
         self.transport.set_timeout(self._timeout_s)
         if self._device_transport:
             self._device_transport.set_timeout(self._timeout_s)
+            self._known.clear()  # launches carry their deadline
 
     def shutdown(self) -> None:
         """Close the group on this rank: pending operations on CPU tensors fail, those on CUDA tensors are waited for,

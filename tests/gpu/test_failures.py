@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import os
 import time
 
@@ -188,6 +189,19 @@ def groups_leave_nothing(rank, world, cycles):
     assert free[-1] >= free[2] - (8 << 20), free
 
 
+def a_longer_timeout_holds_for_calls_made_before(rank, world):
+    x = warmed_up(rank)
+    dist.group.WORLD.set_timeout(datetime.timedelta(seconds=60))
+    x.fill_(rank + 1)
+    torch.cuda.synchronize()
+    if rank == 1:
+        time.sleep(16)  # longer than a kernel waits with the first timeout, which is 14 s
+    dist.all_reduce(x)
+    torch.cuda.synchronize()
+    assert bool((x == 3).all()), x[:4]
+    dist.barrier()
+
+
 OPTIONS = dict(engine="sdma", device_chunk_bytes=1 << 20)
 
 
@@ -215,10 +229,11 @@ def test_failures(ranks, function, timeout_s):
         a_late_rank_is_named_in_a_replay,
         other_operations_are_noticed,
         abort_frees_a_stuck_stream,
+        a_longer_timeout_holds_for_calls_made_before,
     ],
 )
 def test_failures_of_kernels(ranks, function):
-    timeout_s = 2.0 if function in (a_late_rank_is_named, a_late_rank_is_named_in_a_replay) else 20.0
+    timeout_s = 20.0 if function in (other_operations_are_noticed, abort_frees_a_stuck_stream) else 2.0
     ranks(2).run(function, options=dict(engine="cu"), timeout_s=40, group_timeout_s=timeout_s)
 
 

@@ -178,7 +178,7 @@ def what_it_says_and_takes(rank, world):
         text = iris_pg.explain()
         assert "CPU tensors" in text and "CUDA tensors on cuda:0" in text and f"slots of {CHUNK} bytes" in text
         group.set_timeout(datetime.timedelta(seconds=7))
-        assert group._device_transport._watchdog.timeout_s == 7
+        assert group._device_transport._watchdog.timeout_s == 7 and not group._known
         with pytest.raises(ArgumentError, match="this rank itself"):
             group.send([x], rank, 0)
         with pytest.raises(ArgumentError, match="has moved tensors on cuda:0 before"):
