@@ -22,6 +22,7 @@ part graphs tests/gpu/test_graphs.py
 part streams tests/gpu/test_streams.py tests/gpu/test_kernels_launched.py
 part one_sided tests/gpu/test_one_sided.py
 part visible tests/gpu/test_visible_devices.py
+part hosts tests/gpu/test_multinode.py
 wait $(jobs -p | grep -vxF "$long")
 part operations_sdma tests/gpu/test_operations.py -k sdma
 part operations_cu tests/gpu/test_operations.py -k cu
