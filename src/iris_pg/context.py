@@ -42,6 +42,7 @@ from iris_pg.rendezvous import meet
 if TYPE_CHECKING:
     from iris_pg.device.all_gather import KernelGather
     from iris_pg.device_channels import CudaChannels, DeviceChannels
+    from iris_pg.device_page import DevicePage
     from iris_pg.triggered import Send, TriggeredPlan
 
 ENGINES = ("sdma",)
@@ -114,6 +115,8 @@ class Iris(HeapTensors):
             self._encoder = Encoder(self.heap)
             self._holding = threading.Lock()
             self._held: dict[tuple[int, int], TriggeredPlan] = {}  # who holds a rank's channel
+            self._kept: list[Any] = []  # memory of plans that engines may still look at
+            self._pages: list[DevicePage] = []  # of plans that were not closed
             self._channels: Channels | CudaChannels | DeviceChannels | None = None
             if "sdma" in engines and memory is None:
                 self._channels = Channels(self.heap, timeout_s, options.hostile_seed)
@@ -363,6 +366,10 @@ class Iris(HeapTensors):
             self.ccl.close()
         if self._channels:
             self._channels.close(ClosedError(f"the context was closed {self._where()}"))
+        if self._pages:
+            torch.cuda.synchronize(self.heap.device)  # streams may write there
+            for page in self._pages:
+                page.close()
         self.heap.close()
         self._links.close("closed")
 

@@ -62,7 +62,11 @@ class DevicePage:
 
     def address_of_word(self, number: int) -> int:
         """Return where word ``number`` of this rank is as the GPU sees it."""
-        return self.flags[self.heap.rank] + self._words + _LINE * number
+        return self.address_at(self.heap.rank, number)
+
+    def address_at(self, rank: int, number: int) -> int:
+        """Return where word ``number`` of a rank is as this rank's GPU sees it."""
+        return self.flags[rank] + self._words + _LINE * number
 
     def word_of(self, rank: int, number: int) -> int:
         """Return word ``number`` of a rank."""

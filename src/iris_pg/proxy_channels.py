@@ -123,11 +123,9 @@ class KernelQueues:
     def _patience(self, to_rank: int) -> Patience:
         def describe(address: int) -> str:
             lost = "".join(f"; rank {rank} is gone" for rank in self._heap.links.lost())
-            at = self._heap.offset_of(address, 4)
-            flag = f"at byte {at:#x} of its heap" if at is not None else f"at {address:#x}"
             return (
-                f"a kernel's transfer to rank {to_rank} waits for a flag of rank {self._heap.rank}, {flag}{lost} "
-                f"{self._where()}: the flag"
+                f"a kernel's transfer to rank {to_rank} waits for a flag of rank {self._heap.rank}, "
+                f"{self._heap.words_for(address)}{lost} {self._where()}: the flag"
             )
 
         check: Callable[[int, int, int], None] = lambda *_: self._check()  # noqa: E731

@@ -12,17 +12,23 @@ For each batch and peer a queue holds: poll until the batch's gate is at least t
 arrival flag to the epoch. Epochs count from 1, and nothing is ever reset. On a GPU none of it takes a multiprocessor,
 so kernels may fill the GPU while they wait for batches.
 
+Gates are words of the host's memory: kernels store there, engines poll there, and on NVIDIA GPUs the host's thread sees
+a gate within a microsecond and tells the stream then. The stream could wait for the gate itself, from the moment that
+it is armed; but streams share a few queues of the hardware, and a kernel that came to stand behind such a wait would
+never open the gate.
+
 A plan that is armed has its channel to the ranks it sends to for itself: what came behind it would wait for its gates.
 So putting there, or arming another plan, is an error until it has ended.
 """
 
 from __future__ import annotations
 
+import contextlib
 import enum
 import hashlib
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -31,13 +37,18 @@ import torch
 from iris_pg.copy_engine.calls import Call, Count, Poll
 from iris_pg.errors import ArgumentError, ClosedError, DeadlineError, IrisError, MismatchError, PeerLostError, where
 from iris_pg.memory.heap import address_of
+from iris_pg.platforms.atomics import atomics
 
 if TYPE_CHECKING:
     from iris_pg.context import Iris
+    from iris_pg.device_page import DevicePage
 
 _LINE_WORDS = 8  # of a gate and of an arrival, as in device/triggered.py
 _MOST_BYTES = 1 << 19  # of packets that are armed in one queue: half a ring
-_PAUSE_S = 50e-6
+_PAUSE_S, _LOOK_S = 20e-6, 2e-3  # between two looks at flags, and at peers
+_SPIN_S = 10e-3  # how long arrivals on a GPU are looked at without a pause
+_TURNS = 1 << 16  # looks before Python runs again, about 100 us
+_FULL = (1 << 32) - 1
 
 
 class State(enum.Enum):
@@ -107,11 +118,28 @@ class TriggeredPlan:
             [r for r, said in enumerate(told) if rank in said["to"][batch]] for batch in range(len(batches))
         ]
         self.digest = hashlib.sha1(json.dumps([said["to"] for said in told]).encode()).hexdigest()
-        self._gates = ctx.zeros(max(len(batches), 1), _LINE_WORDS, dtype=torch.int64)
-        self._arrived = ctx.zeros(max(len(batches), 1), world, _LINE_WORDS, dtype=torch.int64)
-        self._side = torch.cuda.Stream(ctx.heap.device) if ctx.heap.device.type != "cpu" else None
-        words = [address_of(self._gates), address_of(self._arrived), world]
-        self.device = torch.tensor(words, dtype=torch.int64).to(ctx.heap.device)
+        device, lines = ctx.heap.device, max(len(batches), 1)
+        on_gpu = device.type != "cpu"
+        self._gates = torch.zeros(lines, _LINE_WORDS, dtype=torch.int64, pin_memory=on_gpu)
+        self._counts = torch.zeros(lines, _LINE_WORDS, dtype=torch.int64, device=device)
+        self._arrived = ctx.zeros(lines, world, _LINE_WORDS, dtype=torch.int64)
+        self._side = torch.cuda.Stream(device) if on_gpu else None
+        self._mirror = torch.zeros(self._arrived.size(), dtype=torch.int64, pin_memory=True) if on_gpu else None
+        self._gate_of = [address_of(gate) for gate in self._gates]
+        arrived = [address_of(line) for line in self._arrived[:, rank]]
+        self._flag_of = {peer: [ctx.heap.translate(address, rank, peer) for address in arrived] for peer in self.peers}
+        # Of each rank that sends here, a word that the host reads when its last batch is there, as all before are then.
+        last = {sender: batch for batch, ranks in enumerate(self._senders) for sender in ranks}
+        self._page: DevicePage | None = None
+        self._end_of = {sender: address_of(self._arrived[batch, sender]) for sender, batch in last.items()}
+        if on_gpu:
+            from iris_pg.device_page import DevicePage
+
+            self._page = page = DevicePage(ctx._links, world)
+            ctx._pages.append(page)
+            self._end_of = {sender: page.host_address_of_word(sender) for sender in last}
+        words = [address_of(t) for t in (self._gates, self._arrived)] + [world, address_of(self._counts)]
+        self.device = torch.tensor(words, dtype=torch.int64).to(device)
 
     @property
     def peers(self) -> list[int]:
@@ -134,15 +162,16 @@ class TriggeredPlan:
         self.epoch += 1
         self.state = State.ARMED
         try:
-            for batch, copies in enumerate(self._copies):
-                gate = address_of(self._gates[batch])
-                for peer, calls in copies.items():
-                    arrived = address_of(self._arrived[batch, self._ctx.cur_rank])
-                    there = self._ctx.heap.translate(arrived, self._ctx.cur_rank, peer)
-                    armed = [Poll(gate, self.epoch), *calls, Count(there, self.epoch)]
-                    self._ctx._engine("triggered", peer).submit("triggered", peer, self._channel, armed, False)
+            for peer, flags in self._flag_of.items():
+                armed: list[Call] = []
+                for gate, flag, copies in zip(self._gate_of, flags, self._copies, strict=False):
+                    if peer in copies:
+                        armed += [Poll(gate, self.epoch, in_host=True), *copies[peer], Count(flag, self.epoch)]
+                if self._page:
+                    armed.append(Count(self._page.address_at(peer, self._ctx.cur_rank), self.epoch))
+                self._ctx._engine("triggered", peer).submit("triggered", peer, self._channel, armed, False)
         except IrisError:
-            self._end(State.FAILED)
+            self._fail()
             raise
         return self.epoch
 
@@ -161,7 +190,7 @@ class TriggeredPlan:
 
     def arrived(self, batch: int) -> bool:
         """Return whether all that this rank is sent in a batch of this epoch is there."""
-        flags = self._read(self._arrived)[batch, :, 0].tolist()
+        flags = self._flags()[batch]
         return all(flags[sender] >= self.epoch for sender in self._senders[batch])
 
     def wait(self, timeout_s: float | None = None) -> None:
@@ -175,24 +204,12 @@ class TriggeredPlan:
             raise ArgumentError(f"triggered: wait() of a plan that is {self.state.value}; arm() first {self._where()}")
         limit_s = self._ctx._links.timeout_s if timeout_s is None else timeout_s
         deadline = time.monotonic() + limit_s
-        while missing := self._missing():
-            if time.monotonic() > deadline:
-                self._end(State.FAILED)
-                self._release()
-                raise DeadlineError(f"triggered: after {limit_s} s {missing} in epoch {self.epoch} {self._where()}")
-            lost = self._ctx._links.lost()
-            if lost and any(rank in lost for batch in self._senders for rank in batch):
-                time.sleep(0.1)  # it may have done its part before it went
-                if missing := self._missing():
-                    self._end(State.FAILED)
-                    self._release()
-                    raise PeerLostError(f"triggered: rank {lost[0]} is gone, and {missing} {self._where()}")
-            time.sleep(_PAUSE_S)
+        self._await(self._late, deadline, limit_s)
+        self._await(self._closed, deadline, limit_s)
         try:
-            for peer in self.peers:
-                self._ctx._engine("triggered", peer).quiet(peer, self._channel)
+            self._quiet()
         except IrisError:
-            self._end(State.FAILED)
+            self._fail()
             raise
         self._end(State.IDLE)
 
@@ -211,9 +228,14 @@ class TriggeredPlan:
         if self.state is State.CLOSED:
             return
         self.abort()
+        if self._page:  # what was let go writes there
+            with contextlib.suppress(IrisError):
+                self._quiet()
         self._ctx.barrier()
+        if self._page:
+            self._page.close()
+            self._ctx._pages.remove(self._page)
         self.state = State.CLOSED
-        self._ctx.heap.free(self._gates)
         self._ctx.heap.free(self._arrived)
 
     # ------------------------------------------------------------------------------------------------------------------
@@ -230,42 +252,79 @@ class TriggeredPlan:
         for peer in self.peers:
             armed = [copies[peer] for copies in self._copies if peer in copies]
             nbytes = sum(len(packet) for calls in armed for call in calls for packet in call.packets())
-            nbytes += len(armed) * (24 + 16)  # a poll and a fence
+            nbytes += len(armed) * (24 + 16) + 16  # a poll and a fence each, and a fence at the end
             if nbytes > _MOST_BYTES:
                 raise ArgumentError(
                     f"triggered: {nbytes} bytes of packets to rank {peer}; at most {_MOST_BYTES}, half a ring, are "
                     f"armed at once; send larger pieces, or make several plans {self._where()}"
                 )
 
+    def _await(self, missing: Callable[[], list[int]], deadline: float, limit_s: float) -> None:
+        """Return when nothing is missing."""
+        began = looked = time.monotonic()
+        while left := missing():
+            now = time.monotonic()
+            if now > deadline:
+                what = self._missing()
+                self._fail()
+                raise DeadlineError(f"triggered: after {limit_s} s {what} in epoch {self.epoch} {self._where()}")
+            if now - looked > _LOOK_S:
+                looked = now
+                lost = self._ctx._links.lost()
+                if lost and any(rank in lost for batch in self._senders for rank in batch):
+                    time.sleep(0.1)  # it may have done its part before it went
+                    if what := self._missing():
+                        self._fail()
+                        raise PeerLostError(f"triggered: rank {lost[0]} is gone, and {what} {self._where()}")
+            if self._page and missing == self._late and now - began < _SPIN_S:
+                # Without the interpreter, which the thread needs that lets transfers go.
+                atomics().spin32(self._end_of[left[0]], _FULL, self.epoch, _FULL - self.epoch, _TURNS)
+            else:
+                time.sleep(_PAUSE_S)
+
+    def _closed(self) -> list[int]:
+        """Return the batches that were not published here in this epoch."""
+        load = atomics().load64
+        return [b for b, copies in enumerate(self._copies) if copies and load(self._gate_of[b]) < self.epoch]
+
+    def _late(self) -> list[int]:
+        """Return the ranks of which not all has arrived in this epoch."""
+        load = atomics().load32
+        return [sender for sender, end in self._end_of.items() if load(end) < self.epoch]
+
     def _missing(self) -> str:
         """Return in words what this epoch waits for, or nothing."""
-        gates, arrived = self._read(self._gates)[:, 0].tolist(), self._read(self._arrived)[:, :, 0].tolist()
-        closed = [b for b, copies in enumerate(self._copies) if copies and gates[b] < self.epoch]
-        late = sorted({r for b, ranks in enumerate(self._senders) for r in ranks if arrived[b][r] < self.epoch})
+        closed, late = self._closed(), sorted(self._late())
         said = [f"batches {closed} were not published on this rank"] if closed else []
         return " and ".join([*said, f"batches of ranks {late} have not arrived"] if late else said)
 
-    def _release(self) -> None:
-        self._open(range(len(self._copies)))
+    def _flags(self) -> list[list[int]]:
+        """Return the arrivals [batches, world]. On a GPU they are read beside the user's streams, whose kernels may
+        wait for just this, and without a kernel, for which there may be no room.
+        """
+        if self._side is None or self._mirror is None:
+            return self._arrived[:, :, 0].tolist()
+        with torch.cuda.stream(self._side):
+            self._mirror.copy_(self._arrived, non_blocking=True)
+        self._side.synchronize()
+        return self._mirror[:, :, 0].tolist()
 
-    # On a GPU beside the streams of the user, whose kernels may wait for just this, and without a kernel, for which
-    # there may be no room.
+    def _quiet(self) -> None:
+        for peer in self.peers:
+            self._ctx._engine("triggered", peer).quiet(peer, self._channel)
 
     def _open(self, batches: Sequence[int]) -> None:
         for batch in batches:
-            if self._side is None:
-                self._gates[batch, 0] = self.epoch
-            else:
-                from iris_pg.platforms.gpu import platform as gpu
+            atomics().store64(self._gate_of[batch], self.epoch)
 
-                gpu.write(gpu.stream_handle(self._side.cuda_stream), address_of(self._gates[batch]), self.epoch)
-        if self._side:
-            self._side.synchronize()
+    def _release(self) -> None:
+        """Let everything go; queues look at the gates for as long as there is something armed in them."""
+        self._ctx._kept.append(self._gates)
+        self._open(range(len(self._copies)))
 
-    def _read(self, flags: torch.Tensor) -> torch.Tensor:
-        """Return all words of flags on the host: of a part a kernel would have to make a copy first."""
-        with torch.cuda.stream(self._side):
-            return flags.cpu()
+    def _fail(self) -> None:
+        self._end(State.FAILED)
+        self._release()
 
     def _end(self, state: State) -> None:
         self.state = state

@@ -448,9 +448,9 @@ def gathers(rank, world, languages=("triton",)):
                     ctx.ccl.all_gather(output, mine, config=config)
                 else:
                     ctx.ccl._kernel_gather(output, mine, language)
+                ctx.ccl._kernel_gather.check()
                 expected = torch.cat([data(dtype, r, 10 * i + j, numel) for r in range(world)])
                 assert torch.equal(output.cpu(), expected), (dtype, numel, j)
-                ctx.ccl._kernel_gather.check()
         for output, input in (
             (local(world * 4, torch.int8), local(4, torch.int8)),
             (ctx.zeros(4 * world + 1, dtype=torch.int8), local(4, torch.int8)),

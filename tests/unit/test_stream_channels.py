@@ -45,7 +45,7 @@ def channels(monkeypatch):
     for name, value in fakes.items():
         monkeypatch.setattr(torch.cuda, name, value)
     links = SimpleNamespace(group="g", rank=0, world=2, lost=set)
-    heap = SimpleNamespace(links=links, rank=0, world=2, base=0, device=fake_gpu.DEVICE)
+    heap = SimpleNamespace(links=links, rank=0, world=2, base=0, device=fake_gpu.DEVICE, words_for=hex)
     made = StreamChannels(heap, 0.5)
     yield made
     made.close(ClosedError("the test is over"))
@@ -87,6 +87,38 @@ def test_what_follows_a_wait_on_a_channel_waits_and_other_channels_do_not(channe
     channels.quiet(None, 0)
     assert target.all()
     channels.submit("put", 0, 0, [Poll(flag.data_ptr(), 1)], True)
+
+
+def test_what_is_armed_at_once_goes_gate_by_gate(channels, monkeypatch):
+    """Two queues with three transfers each, behind gates in memory of the host, which are opened one by one."""
+    monkeypatch.setattr(StreamChannels, "_read", lambda self, flag: pytest.fail("no copy is needed to look at a gate"))
+    source, target, gates = torch.arange(3.0) + 1, torch.zeros(2, 3), torch.zeros(3, 8, dtype=torch.int64)
+    done = threading.Event()
+    fake_gpu.Stream.current.submit(lambda: done.wait(5))
+    for peer in (0, 1):
+        calls = []
+        for i in range(3):
+            calls += [Poll(gates[i].data_ptr(), 7, in_host=True), copy_of(source[i], target[peer, i])]
+        channels.submit("triggered", peer, 7, calls, False)
+    assert not target.any()
+    for i in range(3):
+        atomics().store64(gates[i].data_ptr(), 7)
+        if i == 0:
+            time.sleep(0.02)
+            assert not target.any()  # what the current stream was told before comes first, whatever the gates are
+            done.set()
+        deadline = time.monotonic() + 5
+        while not target[:, i].all():
+            assert time.monotonic() < deadline
+            time.sleep(1e-3)
+        assert target.count_nonzero() == 2 * (i + 1)
+        time.sleep(0.02 * (2 - i))  # longer than the thread looks without a pause
+    channels.quiet(None, 7)
+    channels.submit("triggered", 1, 7, [Poll(gates[0].data_ptr(), 8, in_host=True), copy_of(source, target[1])], False)
+    with pytest.raises(
+        DeadlineError, match=f"rank 0, {gates[0].data_ptr():#x}: it has been 7, and not >= 8, for 0.5 s"
+    ):
+        channels.quiet(1, 7)
 
 
 def test_a_wait_in_vain_ends_and_moves_nothing(channels):

@@ -44,10 +44,15 @@ class Linear(NamedTuple):
 
 
 class Poll(NamedTuple):
-    """A wait until the 32-bit word at ``flag``, unsigned, is at least ``value``."""
+    """A wait until the 32-bit word at ``flag``, unsigned, is at least ``value``.
+
+    Args:
+        in_host: the word is the low half of a 64-bit one in memory of this process, which engines see too.
+    """
 
     flag: int
     value: int
+    in_host: bool = False
 
     def packets(self) -> list[bytes]:
         """Return the packets that do it."""

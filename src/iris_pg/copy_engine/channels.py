@@ -122,8 +122,8 @@ class Channels:
         def describe(address: int) -> str:
             lost = "".join(f"; rank {rank} is gone" for rank in self._links.lost())
             return (
-                f"a transfer to rank {peer} on channel {channel} waits for a flag of rank {self._heap.rank}, at byte "
-                f"{address - self._heap.base:#x} of its heap{lost} {self._where()}: the flag"
+                f"a transfer to rank {peer} on channel {channel} waits for a flag of rank {self._heap.rank}, "
+                f"{self._heap.words_for(address)}{lost} {self._where()}: the flag"
             )
 
         seed = self._hostile_seed

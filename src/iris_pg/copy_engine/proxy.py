@@ -156,7 +156,9 @@ class ProxyThread:
     """
 
     _SPIN_S, _NAP_S, _LONGEST_NAP_S = 5e-3, 20e-6, 1e-3
-    _TURNS = 2000  # looks at all words, without the GIL, before Python runs again
+    # Looks without the GIL before Python runs again, about 100 us: another thread that wants the GIL takes a while to
+    # wake, and does not get it if this one has it again by then.
+    _TURNS = 1 << 16
 
     def __init__(self, platform: Platform, name: str) -> None:
         self._begin = platform.begin

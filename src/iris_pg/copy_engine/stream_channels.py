@@ -3,7 +3,8 @@
 A copy is a driver call, which a copy engine carries out. A signal is a kernel of one thread that adds to the flag
 (increase.py), as a stream has no atomic operation. A wait is the host's: a thread reads the flag until it is there, and
 only then gives the stream what follows. A stream could wait too, but not for unsigned numbers, and not with a deadline
-after which nothing moves.
+after which nothing moves. A flag in memory of the host (a gate of a triggered plan) is seen within a microsecond; one
+of the GPU's memory takes a copy to look at.
 
 A transfer follows what the caller's current stream was told before it. The current stream does not wait for the
 transfer: :meth:`StreamChannels.quiet` does, and a transfer that is not asynchronous.
@@ -11,7 +12,9 @@ transfer: :meth:`StreamChannels.quiet` does, and a transfer that is not asynchro
 
 from __future__ import annotations
 
+import ctypes
 import functools
+import itertools
 import threading
 import time
 from collections import deque
@@ -24,23 +27,32 @@ from iris_pg.copy_engine.channels import CHANNELS
 from iris_pg.copy_engine.increase import increase
 from iris_pg.errors import ArgumentError, ClosedError, DeadlineError, IrisError, UnsupportedError, where
 from iris_pg.memory.heap import SymmetricHeap
+from iris_pg.platforms.atomics import atomics
 from iris_pg.platforms.gpu import platform as gpu
 
 _SHORT_S, _LONG_S = 20e-6, 1e-3  # seconds between two looks at a flag: at first, and when it takes long
+_YIELD_S = 200e-6  # how long a wait does not sleep
+_SPIN_S = 10e-3  # how long flags in memory of the host are looked at without a pause
+_TURNS = 1 << 16  # looks at them, about 100 us, before Python runs again
 _END_S = 5.0  # longest time that the thread gets to end
 
 
 class _Transfer:
-    """What one call asks for: perhaps to wait for a flag, then calls, behind an event of the caller's stream."""
+    """Perhaps a wait for a flag, then calls.
 
-    def __init__(self, calls: Sequence[Call], event: torch.cuda.Event) -> None:
+    Args:
+        event: of the caller's stream, which the calls follow; None where what is before them in the queue does.
+        is_last: of what was submitted at once; only that one can be waited for.
+    """
+
+    def __init__(self, calls: Sequence[Call], event: torch.cuda.Event | None, is_last: bool) -> None:
         self.poll = calls[0] if isinstance(calls[0], Poll) else None
         self.calls = calls[1:] if self.poll else calls
         self.event = event
         self.since = 0.0  # when it became the first of its queue
         self.end: torch.cuda.Event | None = None  # behind it, once it is on the stream
         self.error: IrisError | None = None
-        self.is_told = threading.Event()  # on the stream, or failed
+        self.is_told = threading.Event() if is_last else None  # on the stream, or failed
 
 
 class _Queue:
@@ -48,7 +60,9 @@ class _Queue:
 
     def __init__(self, device: torch.device, peer: int, channel: int) -> None:
         self.peer, self.channel = peer, channel
-        self.stream = torch.cuda.Stream(device)
+        # Not of the priority of kernels that may wait for a transfer: streams of one priority share a few queues of the
+        # hardware, in which a transfer might stand behind such a kernel.
+        self.stream = torch.cuda.Stream(device, priority=-8)  # torch takes the nearest that there is
         self.handle = gpu.stream_handle(self.stream.cuda_stream)
         self.lock = threading.Lock()
         self.waiting: deque[_Transfer] = deque()
@@ -98,13 +112,17 @@ class StreamChannels:
                     f"use another channel or a new context. It failed with: {queue.fault} {self._where()}"
                 )
             with torch.cuda.device(self._device):
-                transfer = _Transfer(calls, torch.cuda.current_stream().record_event())
+                event, since = torch.cuda.current_stream().record_event(), time.monotonic()
+                parts = _parts(calls)
+                for number, part in enumerate(parts, 1):
+                    transfer = _Transfer(part, event if number == 1 else None, number == len(parts))
+                    if transfer.poll is None and not queue.waiting:
+                        self._tell(queue, transfer)
+                    else:
+                        transfer.since = since
+                        queue.waiting.append(transfer)
                 queue.last = transfer
-                if transfer.poll is None and not queue.waiting:
-                    self._tell(queue, transfer)
-                else:
-                    transfer.since = time.monotonic()
-                    queue.waiting.append(transfer)
+                if queue.waiting:
                     self._wake.set()
         if wait:
             self._finish(transfer, op)
@@ -135,11 +153,13 @@ class StreamChannels:
 
     def _tell(self, queue: _Queue, transfer: _Transfer) -> None:
         """Put a transfer on the queue's stream, with its lock held."""
-        queue.stream.wait_event(transfer.event)
+        if transfer.event:
+            queue.stream.wait_event(transfer.event)
         for call in transfer.calls:
             self._launch(call)(queue.handle)
-        transfer.end = queue.stream.record_event()
-        transfer.is_told.set()
+        if transfer.is_told:
+            transfer.end = queue.stream.record_event()
+            transfer.is_told.set()
 
     def _launch(self, call: Call) -> gpu.Launch:
         if isinstance(call, Linear):
@@ -148,12 +168,13 @@ class StreamChannels:
             return increase(self._device, call.flag, call.value, call.bits)
         if isinstance(call, Count):
             return functools.partial(gpu.write, address=call.flag, value=call.value)
-        assert not isinstance(call, Poll)  # one comes first, and nowhere else
+        assert not isinstance(call, Poll)  # one comes first in a transfer, and nowhere else
         pitches = call.dst_pitch_bytes, call.src_pitch_bytes
         return gpu.copy_2d(call.dst, call.src, call.width_bytes, call.rows, *pitches)
 
     def _finish(self, transfer: _Transfer, op: str) -> None:
         """Return when a transfer has landed."""
+        assert transfer.is_told
         while not transfer.is_told.wait(0.1):  # the thread has the deadline of the wait
             if self._closed:
                 raise self._closed
@@ -173,26 +194,26 @@ class StreamChannels:
 
     def _loop(self) -> None:
         with torch.cuda.device(self._device):
-            turns = _turns()
+            turns, busy_at = _turns(), time.monotonic()
             while not self._stop:
                 with self._lock:
                     queues = [queue for queue in self._queues.values() if queue.waiting]
                 if not queues:
-                    turns = _turns()
                     self._wake.wait()
                     self._wake.clear()
+                    turns, busy_at = _turns(), time.monotonic()
                     continue
                 advanced = [self._advance(queue) for queue in queues]
                 if any(advanced):
-                    turns = _turns()
-                else:
+                    turns, busy_at = _turns(), time.monotonic()
+                elif time.monotonic() - busy_at > _SPIN_S or not self._spin(queues):
                     next(turns)()
 
     def _advance(self, queue: _Queue) -> bool:
         """Put on the stream what need not wait any more; return whether there was anything."""
         with queue.lock:
             transfer = queue.waiting[0]
-        seen = self._read(transfer.poll.flag) if transfer.poll else 0
+        seen = self._seen(transfer.poll) if transfer.poll else 0
         with queue.lock:
             if not queue.waiting or queue.waiting[0] is not transfer:  # it was closed meanwhile
                 return True
@@ -211,6 +232,24 @@ class StreamChannels:
                 queue.waiting[0].since = time.monotonic()
             return True
 
+    def _spin(self, queues: Sequence[_Queue]) -> bool:
+        """Look at the flags that queues wait for, for a moment and without the GIL, if all are in memory of the host;
+        return whether they are.
+        """
+        polls = [transfer.poll for queue in queues for transfer in list(queue.waiting)[:1]]
+        flags = [poll.flag for poll in polls if poll and poll.in_host]
+        if len(flags) < len(queues):
+            return False
+        words = (ctypes.c_uint64 * len(flags))(*flags)
+        seen = (ctypes.c_uint64 * len(flags))(*map(atomics().load64, flags))
+        if all(poll and value & 0xFFFFFFFF < poll.value for poll, value in zip(polls, seen, strict=True)):
+            places = ctypes.addressof(words), ctypes.addressof(seen)
+            atomics().await_change(*places, len(flags), _TURNS // len(flags))
+        return True
+
+    def _seen(self, poll: Poll) -> int:
+        return atomics().load32(poll.flag) if poll.in_host else self._read(poll.flag)
+
     def _read(self, flag: int) -> int:
         """Return the 32-bit word at an address of the GPU's memory."""
         if self._looks is None:
@@ -226,7 +265,7 @@ class StreamChannels:
         lost = "".join(f"; rank {rank} is gone" for rank in self._heap.links.lost())
         return (
             f"a transfer to rank {queue.peer} on channel {queue.channel} waits for a flag of rank {self._heap.rank}, "
-            f"at byte {poll.flag - self._heap.base:#x} of its heap{lost}: it has been {seen}, and not >= "
+            f"{self._heap.words_for(poll.flag)}{lost}: it has been {seen}, and not >= "
             f"{poll.value}, for {self._timeout_s} s; {len(queue.waiting)} transfers are in the queue, and none of them "
             f"has moved anything {self._where()}"
         )
@@ -238,7 +277,8 @@ class StreamChannels:
         while queue.waiting:
             transfer = queue.waiting.popleft()
             transfer.error = error
-            transfer.is_told.set()
+            if transfer.is_told:
+                transfer.is_told.set()
 
     def _queue(self, to_rank: int, channel: int) -> _Queue:
         with self._lock:
@@ -255,11 +295,18 @@ class StreamChannels:
         return where(group=self._heap.links.group, rank=self._heap.rank)
 
 
+def _parts(calls: Sequence[Call]) -> list[Sequence[Call]]:
+    """Return calls in order, in parts that begin with a wait or have none."""
+    starts = [0, *(i for i, call in enumerate(calls) if i and isinstance(call, Poll)), len(calls)]
+    return [calls[start:stop] for start, stop in itertools.pairwise(starts)]
+
+
 def _turns() -> Iterator[Callable[[], None]]:
-    """Yield what to do between two looks, first short sleeps and then long ones."""
+    """Yield what to do between two looks: at first let others have the core, then short sleeps, then long ones."""
     start = time.monotonic()
     while True:
-        pause = _SHORT_S if time.monotonic() - start < 10e-3 else _LONG_S
+        waited = time.monotonic() - start
+        pause = 0.0 if waited < _YIELD_S else _SHORT_S if waited < 10e-3 else _LONG_S
         yield functools.partial(time.sleep, pause)
 
 

@@ -95,14 +95,17 @@ class KernelGather:
 
     def __call__(self, output: torch.Tensor, input: torch.Tensor, language: str = "triton") -> None:
         """Gather every rank's ``input`` [n...] into ``output`` [world * n...], in the heap at one place on all ranks.
-        On a GPU the call returns at once, and is on the current stream; on a CPU it returns when all is there.
+        It returns when all is there; on an AMD GPU, and while a graph is captured, at once, and it is on the current
+        stream. On an NVIDIA GPU the host has to wait: a blocking copy, ``output.cpu()`` for instance, would keep the
+        driver from doing for the proxy what the kernel waits for, until the deadline. So synchronize the stream after
+        the replay of a graph.
 
         Args:
             language: of the kernel on a GPU, "triton" or "gluon".
 
         Raises:
             ArgumentError: a size, dtype or layout that does not fit, or an output that is not in the heap.
-            QueueError: on a CPU, where a peer did not come.
+            QueueError: where it waits, a peer did not come.
         """
         heap, op = self._heap, "all_gather"
         place = where(group=heap.links.group, rank=heap.rank, op=op)
@@ -136,9 +139,12 @@ class KernelGather:
             all_gather[(self._programs,)](*arguments, PROGRAMS=self._programs)
         else:
             raise UnsupportedError(f"{op}: language={language!r}; it is 'triton' or 'gluon' {place}")
+        if heap.device.type != "cpu" and not torch.version.hip and not torch.cuda.is_current_stream_capturing():
+            torch.cuda.current_stream(heap.device).synchronize()
+            self.check()
 
     def check(self) -> None:
-        """Raise when a gather has waited in vain for a peer. On a GPU it waits for what is under way.
+        """Raise when a gather has waited in vain for a peer. On an AMD GPU it waits for what is under way.
 
         Raises:
             QueueError: gathers do nothing any more.

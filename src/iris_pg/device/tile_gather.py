@@ -7,6 +7,7 @@ each peer; the output lies in the symmetric heap.
 
 # mypy: ignore-errors
 
+import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.amd.gfx1250 import tdm
@@ -17,9 +18,10 @@ from iris_pg.device.all_gather import ARRIVED, ENTERED, LINE
 from iris_pg.device.target import gather_stores
 from iris_pg.device.triton import translate
 
-ROWS = gl.constexpr(32)  # of a tile
-COLUMNS = gl.constexpr(64)  # int32; a row has 256 bytes
-TILE_BYTES = gl.constexpr(32 * 64 * 4)
+ROWS = gl.constexpr(128)  # of a tile
+COLUMNS = gl.constexpr(32)  # int32; a row has 128 bytes, the widest that one TMA instruction takes
+TILE_BYTES = gl.constexpr(128 * 32 * 4)
+STAGES = gl.constexpr(12)  # tiles of a CTA in shared memory, being read or written
 TMA_LAYOUT = gl.constexpr(gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=32, rank=2))
 BAR_LAYOUT = gl.constexpr(mbarrier.MBarrierLayout())
 
@@ -60,7 +62,7 @@ def leave(flags, rounds, dead, bases, ctx, rank, round_, is_alive, world: gl.con
 
 @gluon.jit
 def gather_by_tma(output, input, n_rows, flags, rounds, dead, bases, ctx, rank, world: gl.constexpr):
-    """Gather ``n_rows`` rows of 256 bytes from each rank.
+    """Gather ``n_rows`` rows of 128 bytes from each rank. A tile is read once, and written to every rank.
 
     Args:
         output: pointer to int32 [world * n_rows, COLUMNS], in the heap. input: pointer to int32 [n_rows, COLUMNS]. Both
@@ -68,30 +70,43 @@ def gather_by_tma(output, input, n_rows, flags, rounds, dead, bases, ctx, rank, 
         flags, rounds, dead, bases, ctx, rank: as for :func:`iris_pg.device.all_gather.all_gather`; ``rounds`` has one
             number for each program.
     """
-    tile = gl.allocate_shared_memory(gl.int32, [ROWS, COLUMNS], TMA_LAYOUT)
-    bar = gl.allocate_shared_memory(gl.int64, [1], BAR_LAYOUT)
-    mbarrier.init(bar, count=1)
+    tiles = gl.allocate_shared_memory(gl.int32, [STAGES, ROWS, COLUMNS], TMA_LAYOUT)
+    bars = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BAR_LAYOUT)
+    for stage in gl.static_range(STAGES):
+        mbarrier.init(bars.index(stage), count=1)
     round_, is_alive = enter(flags, rounds, dead, bases, ctx, rank, world)
     source = tma.make_tensor_descriptor(input, [n_rows, COLUMNS], [COLUMNS, 1], [ROWS, COLUMNS], TMA_LAYOUT)
-    phase = 0
+    targets = ()
     for k in gl.static_range(0, world):
         peer = (rank + k) % world  # the own part too
-        base = translate(output + rank.to(gl.int64) * n_rows * COLUMNS, rank, peer, bases)
-        target = tma.make_tensor_descriptor(base, [n_rows, COLUMNS], [COLUMNS, 1], [ROWS, COLUMNS], TMA_LAYOUT)
-        if is_alive:
-            for row in range(gl.program_id(0) * ROWS, n_rows, gl.num_programs(0) * ROWS):
-                mbarrier.expect(bar, TILE_BYTES)
-                tma.async_copy_global_to_shared(source, [row, 0], bar, tile)
-                mbarrier.wait(bar, phase)
-                phase = phase ^ 1
-                tma.async_copy_shared_to_global(target, [row, 0], tile)
-                tma.store_wait(0)  # the tile has been read, and may be filled again
-    mbarrier.invalidate(bar)
+        base = translate(output + tl.cast(rank, gl.int64) * n_rows * COLUMNS, rank, peer, bases)
+        targets += (tma.make_tensor_descriptor(base, [n_rows, COLUMNS], [COLUMNS, 1], [ROWS, COLUMNS], TMA_LAYOUT),)
+    first, step = gl.program_id(0), gl.num_programs(0)
+    count = gl.cdiv(gl.cdiv(n_rows, ROWS) - first, step) * is_alive.to(gl.int32)
+    for i in range(0, gl.minimum(count, STAGES - 1)):
+        load_tile(source, tiles, bars, i, first, step)
+    for i in range(0, count):
+        mbarrier.wait(bars.index(i % STAGES), (i // STAGES) & 1)
+        for k in gl.static_range(0, world):
+            tma.async_copy_shared_to_global(targets[k], [(first + i * step) * ROWS, 0], tiles.index(i % STAGES))
+        if i + STAGES - 1 < count:
+            tma.store_wait(world)  # the tile before this one has been read, and its place may be filled again
+            load_tile(source, tiles, bars, i + STAGES - 1, first, step)
+    for stage in gl.static_range(STAGES):
+        mbarrier.invalidate(bars.index(stage))
     # What Triton waits for is that tiles have been read; that they have been written is another wait.
     gl.inline_asm_elementwise(
         "cp.async.bulk.wait_group 0; mov.u32 $0, 0;", "=r,~{memory}", [], gl.int32, is_pure=False, pack=1
     )
     leave(flags, rounds, dead, bases, ctx, rank, round_, is_alive, world)
+
+
+@gluon.jit
+def load_tile(source, tiles, bars, i, first, step):
+    """Begin to read this program's tile number i."""
+    bar = bars.index(i % STAGES)
+    mbarrier.expect(bar, TILE_BYTES)
+    tma.async_copy_global_to_shared(source, [(first + i * step) * ROWS, 0], bar, tiles.index(i % STAGES))
 
 
 @gluon.jit
@@ -103,7 +118,7 @@ def gather_by_tdm(output, input, n_rows, flags, rounds, dead, bases, ctx, rank, 
     source = tdm.make_tensor_descriptor(input, [n_rows, COLUMNS], [COLUMNS, 1], [ROWS, COLUMNS], layout)
     for k in gl.static_range(0, world):
         peer = (rank + k) % world
-        base = translate(output + rank.to(gl.int64) * n_rows * COLUMNS, rank, peer, bases)
+        base = translate(output + tl.cast(rank, gl.int64) * n_rows * COLUMNS, rank, peer, bases)
         target = tdm.make_tensor_descriptor(base, [n_rows, COLUMNS], [COLUMNS, 1], [ROWS, COLUMNS], layout)
         if is_alive:
             for row in range(gl.program_id(0) * ROWS, n_rows, gl.num_programs(0) * ROWS):

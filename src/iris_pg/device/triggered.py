@@ -8,16 +8,17 @@ that a peer has published. For Triton and Gluon.
 
 import triton.language as tl
 
-from iris_pg.device import sdma
+from iris_pg.device import sdma, target
 from iris_pg.device.function import device_function
 from iris_pg.device.target import gather_stores
 
-# Words of a plan's tensor, and of a gate, which is a line of the heap.
-READY = tl.constexpr(0)  # address of the gates [batches]
-ARRIVED = tl.constexpr(1)  # address of the arrivals [batches, world]
+# Words of a plan's tensor; gates, counts and arrivals are lines of 64-bit words.
+READY = tl.constexpr(0)  # address of the gates [batches], in memory of the host
+ARRIVED = tl.constexpr(1)  # address of the arrivals [batches, world], in the heap
 WORLD = tl.constexpr(2)
+COUNTS = tl.constexpr(3)  # address of the counts [batches], in memory of this GPU
 LINE = tl.constexpr(8)
-COUNT = tl.constexpr(1)  # in a gate, behind the word that engines poll: how many producers are done
+FENCES = tl.constexpr(1)  # in a count, behind how many producers are done
 
 
 @device_function
@@ -29,12 +30,13 @@ def publish(plan, batch, producers, epoch):
         batch: number of the batch. producers: how many calls make it complete, the same in all of them.
     """
     gate = tl.load(plan + READY).to(tl.pointer_type(tl.int64)) + batch * LINE
+    count = tl.load(plan + COUNTS).to(tl.pointer_type(tl.int64)) + batch * LINE
     # 1. Every wave's stores, a barrier. 2. A release at system scope, and an acquire of the other producers'.
-    # 3. The gate.
+    # 3. The gate: a store behind a release, as GPUs may have no atomics on memory of the host.
     gather_stores()
-    done = tl.atomic_add(gate + COUNT, 1, sem="acq_rel", scope="sys") + 1
+    done = tl.atomic_add(count, 1, sem="acq_rel", scope="sys") + 1
     if done == tl.cast(producers, tl.int64) * epoch:
-        tl.atomic_xchg(gate, tl.cast(epoch, tl.int64), sem="release", scope="sys")
+        target.publish(gate, tl.cast(epoch, tl.int64), count + FENCES)
 
 
 @device_function

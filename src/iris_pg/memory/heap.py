@@ -152,6 +152,11 @@ class SymmetricHeap:
         offset = address - self.base
         return offset if self._user <= offset and offset + nbytes <= self._mapped else None
 
+    def words_for(self, address: int) -> str:
+        """Return where a flag lies, for messages: in the heap, or else."""
+        at = self.offset_of(address, 4)
+        return f"at {address:#x}" if at is None else f"at byte {at:#x} of its heap"
+
     def is_symmetric(self, tensor: torch.Tensor) -> bool:
         """Return whether every byte of ``tensor``'s storage extent lies in this rank's part of the heap."""
         if tensor.device != self.device or tensor.layout != torch.strided:
