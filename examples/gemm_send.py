@@ -79,9 +79,9 @@ def run(ctx: Iris, size: int, depth: int) -> None:
     mine = size // world
     if mine % TILE[0] or size % TILE[1] or depth % TILE[2]:
         raise SystemExit(f"size {size}: a multiple of {world} * {TILE[0]} and {TILE[1]}, depth {depth} of {TILE[2]}")
-    generator = torch.Generator().manual_seed(1)
-    whole_a = torch.randn(size, depth, generator=generator).to(device, dtype)
-    b = torch.randn(depth, size, generator=generator).to(device, dtype)
+    generator = torch.Generator(device).manual_seed(1)
+    whole_a = torch.randn(size, depth, generator=generator, device=device).to(dtype)
+    b = torch.randn(depth, size, generator=generator, device=device).to(dtype)
     a = [sign * whole_a[rank * mine : (rank + 1) * mine] for sign in (1, -1)]  # of even epochs, and of odd ones
     c = ctx.zeros(size, size, dtype=dtype)
     part, tiles = c[rank * mine : (rank + 1) * mine], mine // TILE[0]

@@ -128,16 +128,19 @@ class TriggeredPlan:
         self._gate_of = [address_of(gate) for gate in self._gates]
         arrived = [address_of(line) for line in self._arrived[:, rank]]
         self._flag_of = {peer: [ctx.heap.translate(address, rank, peer) for address in arrived] for peer in self.peers}
-        # Of each rank that sends here, a word that the host reads when its last batch is there, as all before are then.
+        # Of each rank that sends here, a word that the host reads when its last batch is there, as all before are then;
+        # and of each to which this one sends, when all has landed there.
         last = {sender: batch for batch, ranks in enumerate(self._senders) for sender in ranks}
         self._page: DevicePage | None = None
         self._end_of = {sender: address_of(self._arrived[batch, sender]) for sender, batch in last.items()}
+        self._sent_to: dict[int, int] = {}
         if on_gpu:
             from iris_pg.device_page import DevicePage
 
-            self._page = page = DevicePage(ctx._links, world)
+            self._page = page = DevicePage(ctx._links, 2 * world)
             ctx._pages.append(page)
             self._end_of = {sender: page.host_address_of_word(sender) for sender in last}
+            self._sent_to = {peer: page.host_address_of_word(world + peer) for peer in self.peers}
         words = [address_of(t) for t in (self._gates, self._arrived)] + [world, address_of(self._counts)]
         self.device = torch.tensor(words, dtype=torch.int64).to(device)
 
@@ -169,6 +172,7 @@ class TriggeredPlan:
                         armed += [Poll(gate, self.epoch, in_host=True), *copies[peer], Count(flag, self.epoch)]
                 if self._page:
                     armed.append(Count(self._page.address_at(peer, self._ctx.cur_rank), self.epoch))
+                    armed.append(Count(self._page.address_of_word(self._ctx.num_ranks + peer), self.epoch))
                 self._ctx._engine("triggered", peer).submit("triggered", peer, self._channel, armed, False)
         except IrisError:
             self._fail()
@@ -206,8 +210,10 @@ class TriggeredPlan:
         deadline = time.monotonic() + limit_s
         self._await(self._late, deadline, limit_s)
         self._await(self._closed, deadline, limit_s)
+        self._await(self._unsent, deadline, limit_s)
         try:
-            self._quiet()
+            if not self._page:
+                self._quiet()
         except IrisError:
             self._fail()
             raise
@@ -265,8 +271,10 @@ class TriggeredPlan:
         while left := missing():
             now = time.monotonic()
             if now > deadline:
-                what = self._missing()
+                what, is_open = self._missing(), not self._closed()
                 self._fail()
+                if is_open:
+                    self._quiet()  # raises what a transfer has failed with
                 raise DeadlineError(f"triggered: after {limit_s} s {what} in epoch {self.epoch} {self._where()}")
             if now - looked > _LOOK_S:
                 looked = now
@@ -276,9 +284,9 @@ class TriggeredPlan:
                     if what := self._missing():
                         self._fail()
                         raise PeerLostError(f"triggered: rank {lost[0]} is gone, and {what} {self._where()}")
-            if self._page and missing == self._late and now - began < _SPIN_S:
-                # Without the interpreter, which the thread needs that lets transfers go.
-                atomics().spin32(self._end_of[left[0]], _FULL, self.epoch, _FULL - self.epoch, _TURNS)
+            words = {self._late: self._end_of, self._unsent: self._sent_to}.get(missing)
+            if self._page and words and now - began < _SPIN_S:
+                atomics().spin32(words[left[0]], _FULL, self.epoch, _FULL - self.epoch, _TURNS)
             else:
                 time.sleep(_PAUSE_S)
 
@@ -292,11 +300,21 @@ class TriggeredPlan:
         load = atomics().load32
         return [sender for sender, end in self._end_of.items() if load(end) < self.epoch]
 
+    def _unsent(self) -> list[int]:
+        """Return the ranks to which not all has landed in this epoch; nobody knows where there is no page."""
+        load = atomics().load32
+        return [peer for peer, word in self._sent_to.items() if load(word) < self.epoch]
+
     def _missing(self) -> str:
         """Return in words what this epoch waits for, or nothing."""
-        closed, late = self._closed(), sorted(self._late())
-        said = [f"batches {closed} were not published on this rank"] if closed else []
-        return " and ".join([*said, f"batches of ranks {late} have not arrived"] if late else said)
+        said = []
+        if closed := self._closed():
+            said.append(f"batches {closed} were not published on this rank")
+        if late := sorted(self._late()):
+            said.append(f"batches of ranks {late} have not arrived")
+        if not closed and (unsent := self._unsent()):
+            said.append(f"what goes to ranks {unsent} has not landed")
+        return " and ".join(said)
 
     def _flags(self) -> list[list[int]]:
         """Return the arrivals [batches, world]. On a GPU they are read beside the user's streams, whose kernels may

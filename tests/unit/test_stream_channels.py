@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import threading
 import time
 from types import SimpleNamespace
@@ -11,10 +12,11 @@ import torch
 
 import fake_gpu
 from iris_pg.copy_engine import stream_channels
-from iris_pg.copy_engine.calls import Increase, Linear, Poll
+from iris_pg.copy_engine.calls import Count, Increase, Linear, Poll
 from iris_pg.copy_engine.stream_channels import StreamChannels
 from iris_pg.copy_engine.tile import Tile
 from iris_pg.errors import ArgumentError, ClosedError, DeadlineError
+from iris_pg.platforms import cuda_calls
 from iris_pg.platforms.atomics import atomics
 from iris_pg.platforms.gpu import platform as gpu
 
@@ -37,6 +39,19 @@ def channels(monkeypatch):
     fake_gpu.Stream.current = fake_gpu.Stream()
     monkeypatch.setattr(stream_channels, "increase", increase)
     monkeypatch.setattr(StreamChannels, "_read", lambda self, flag: words.load32(flag))
+
+    def told(stream, address, value):
+        return fake_gpu.Stream.all[stream].submit(lambda: words.store32(address, value)) or 0
+
+    def copied(dst, src, nbytes, stream):
+        return fake_gpu.copy(dst, src, nbytes)(stream) or 0
+
+    four = ctypes.CFUNCTYPE(ctypes.c_int32, *[ctypes.c_uint64] * 4)
+    kept = four(copied), four(lambda stream, address, value, _: told(stream, address, value))
+    places = [ctypes.cast(function, ctypes.c_void_p).value for function in kept]
+    step = cuda_calls.Step
+    monkeypatch.setattr(cuda_calls, "copy", lambda stream, *copy: step(places[0], *copy, stream))
+    monkeypatch.setattr(cuda_calls, "write", lambda stream, *word: step(places[1], stream, *word))
     for name, value in dict(copy=fake_gpu.copy, copy_2d=copy_2d, stream_handle=lambda raw: raw).items():
         monkeypatch.setattr(gpu, name, value)
     fakes = dict(Stream=fake_gpu.Stream, device=lambda device: fake_gpu.on(fake_gpu.Stream.current))
@@ -93,12 +108,14 @@ def test_what_is_armed_at_once_goes_gate_by_gate(channels, monkeypatch):
     """Two queues with three transfers each, behind gates in memory of the host, which are opened one by one."""
     monkeypatch.setattr(StreamChannels, "_read", lambda self, flag: pytest.fail("no copy is needed to look at a gate"))
     source, target, gates = torch.arange(3.0) + 1, torch.zeros(2, 3), torch.zeros(3, 8, dtype=torch.int64)
+    counts = torch.zeros(2, dtype=torch.int32)
     done = threading.Event()
     fake_gpu.Stream.current.submit(lambda: done.wait(5))
     for peer in (0, 1):
         calls = []
         for i in range(3):
             calls += [Poll(gates[i].data_ptr(), 7, in_host=True), copy_of(source[i], target[peer, i])]
+            calls.append(Count(counts[peer:].data_ptr(), i + 1))
         channels.submit("triggered", peer, 7, calls, False)
     assert not target.any()
     for i in range(3):
@@ -114,6 +131,7 @@ def test_what_is_armed_at_once_goes_gate_by_gate(channels, monkeypatch):
         assert target.count_nonzero() == 2 * (i + 1)
         time.sleep(0.02 * (2 - i))  # longer than the thread looks without a pause
     channels.quiet(None, 7)
+    assert counts.tolist() == [3, 3]
     channels.submit("triggered", 1, 7, [Poll(gates[0].data_ptr(), 8, in_host=True), copy_of(source, target[1])], False)
     with pytest.raises(
         DeadlineError, match=f"rank 0, {gates[0].data_ptr():#x}: it has been 7, and not >= 8, for 0.5 s"

@@ -3,8 +3,8 @@
 A copy is a driver call, which a copy engine carries out. A signal is a kernel of one thread that adds to the flag
 (increase.py), as a stream has no atomic operation. A wait is the host's: a thread reads the flag until it is there, and
 only then gives the stream what follows. A stream could wait too, but not for unsigned numbers, and not with a deadline
-after which nothing moves. A flag in memory of the host (a gate of a triggered plan) is seen within a microsecond; one
-of the GPU's memory takes a copy to look at.
+after which nothing moves. A flag of the GPU's memory takes a copy to look at; gates of triggered plans are in memory of
+the host, and seen within a microsecond (gated.py).
 
 A transfer follows what the caller's current stream was told before it. The current stream does not wait for the
 transfer: :meth:`StreamChannels.quiet` does, and a transfer that is not asynchronous.
@@ -12,9 +12,7 @@ transfer: :meth:`StreamChannels.quiet` does, and a transfer that is not asynchro
 
 from __future__ import annotations
 
-import ctypes
 import functools
-import itertools
 import threading
 import time
 from collections import deque
@@ -24,35 +22,36 @@ import torch
 
 from iris_pg.copy_engine.calls import Call, Count, Increase, Linear, Poll
 from iris_pg.copy_engine.channels import CHANNELS
+from iris_pg.copy_engine.gated import Gated, advance
 from iris_pg.copy_engine.increase import increase
-from iris_pg.errors import ArgumentError, ClosedError, DeadlineError, IrisError, UnsupportedError, where
+from iris_pg.errors import ArgumentError, ClosedError, DeadlineError, DriverError, IrisError, UnsupportedError, where
 from iris_pg.memory.heap import SymmetricHeap
 from iris_pg.platforms.atomics import atomics
 from iris_pg.platforms.gpu import platform as gpu
 
 _SHORT_S, _LONG_S = 20e-6, 1e-3  # seconds between two looks at a flag: at first, and when it takes long
 _YIELD_S = 200e-6  # how long a wait does not sleep
-_SPIN_S = 10e-3  # how long flags in memory of the host are looked at without a pause
+_SPIN_S = 10e-3  # how long gates are looked at without a pause
 _TURNS = 1 << 16  # looks at them, about 100 us, before Python runs again
 _END_S = 5.0  # longest time that the thread gets to end
 
 
 class _Transfer:
-    """Perhaps a wait for a flag, then calls.
+    """What one call asks for: perhaps to wait for a flag, then calls, behind an event of the caller's stream.
 
     Args:
-        event: of the caller's stream, which the calls follow; None where what is before them in the queue does.
-        is_last: of what was submitted at once; only that one can be waited for.
+        stream: torch's handle of the queue's stream.
     """
 
-    def __init__(self, calls: Sequence[Call], event: torch.cuda.Event | None, is_last: bool) -> None:
+    def __init__(self, calls: Sequence[Call], event: torch.cuda.Event, stream: int) -> None:
         self.poll = calls[0] if isinstance(calls[0], Poll) else None
+        self.gated = Gated(calls, stream) if self.poll and self.poll.in_host else None
         self.calls = calls[1:] if self.poll else calls
-        self.event = event
-        self.since = 0.0  # when it became the first of its queue
+        self.event: torch.cuda.Event | None = event  # None once the queue's stream waits for it
+        self.since, self.at = time.monotonic(), 0  # when it became the first of its queue, or went on, and how far
         self.end: torch.cuda.Event | None = None  # behind it, once it is on the stream
         self.error: IrisError | None = None
-        self.is_told = threading.Event() if is_last else None  # on the stream, or failed
+        self.is_told = threading.Event()  # on the stream, or failed
 
 
 class _Queue:
@@ -112,17 +111,12 @@ class StreamChannels:
                     f"use another channel or a new context. It failed with: {queue.fault} {self._where()}"
                 )
             with torch.cuda.device(self._device):
-                event, since = torch.cuda.current_stream().record_event(), time.monotonic()
-                parts = _parts(calls)
-                for number, part in enumerate(parts, 1):
-                    transfer = _Transfer(part, event if number == 1 else None, number == len(parts))
-                    if transfer.poll is None and not queue.waiting:
-                        self._tell(queue, transfer)
-                    else:
-                        transfer.since = since
-                        queue.waiting.append(transfer)
-                queue.last = transfer
-                if queue.waiting:
+                event = torch.cuda.current_stream().record_event()
+                queue.last = transfer = _Transfer(calls, event, queue.stream.cuda_stream)
+                if transfer.poll is None and not queue.waiting:
+                    self._tell(queue, transfer)
+                else:
+                    queue.waiting.append(transfer)
                     self._wake.set()
         if wait:
             self._finish(transfer, op)
@@ -153,13 +147,22 @@ class StreamChannels:
 
     def _tell(self, queue: _Queue, transfer: _Transfer) -> None:
         """Put a transfer on the queue's stream, with its lock held."""
-        if transfer.event:
-            queue.stream.wait_event(transfer.event)
+        self._follow(queue, transfer)
         for call in transfer.calls:
             self._launch(call)(queue.handle)
-        if transfer.is_told:
-            transfer.end = queue.stream.record_event()
-            transfer.is_told.set()
+        self._told(queue, transfer)
+
+    @staticmethod
+    def _follow(queue: _Queue, transfer: _Transfer) -> None:
+        """Let the queue's stream wait for what the transfer follows."""
+        if transfer.event:
+            queue.stream.wait_event(transfer.event)
+            transfer.event = None
+
+    @staticmethod
+    def _told(queue: _Queue, transfer: _Transfer) -> None:
+        transfer.end = queue.stream.record_event()
+        transfer.is_told.set()
 
     def _launch(self, call: Call) -> gpu.Launch:
         if isinstance(call, Linear):
@@ -168,13 +171,12 @@ class StreamChannels:
             return increase(self._device, call.flag, call.value, call.bits)
         if isinstance(call, Count):
             return functools.partial(gpu.write, address=call.flag, value=call.value)
-        assert not isinstance(call, Poll)  # one comes first in a transfer, and nowhere else
+        assert not isinstance(call, Poll)  # one comes first, and nowhere else
         pitches = call.dst_pitch_bytes, call.src_pitch_bytes
         return gpu.copy_2d(call.dst, call.src, call.width_bytes, call.rows, *pitches)
 
     def _finish(self, transfer: _Transfer, op: str) -> None:
         """Return when a transfer has landed."""
-        assert transfer.is_told
         while not transfer.is_told.wait(0.1):  # the thread has the deadline of the wait
             if self._closed:
                 raise self._closed
@@ -194,26 +196,63 @@ class StreamChannels:
 
     def _loop(self) -> None:
         with torch.cuda.device(self._device):
-            turns, busy_at = _turns(), time.monotonic()
+            turns, went_on = _turns(), time.monotonic()
             while not self._stop:
                 with self._lock:
-                    queues = [queue for queue in self._queues.values() if queue.waiting]
-                if not queues:
+                    heads = [(queue, first) for queue in self._queues.values() for first in list(queue.waiting)[:1]]
+                if not heads:
                     self._wake.wait()
                     self._wake.clear()
-                    turns, busy_at = _turns(), time.monotonic()
+                    turns, went_on = _turns(), time.monotonic()
                     continue
-                advanced = [self._advance(queue) for queue in queues]
+                gated = [(queue, first, first.gated) for queue, first in heads if first.gated]
+                spins = len(gated) == len(heads) and time.monotonic() - went_on < _SPIN_S
+                advanced = [self._advance(queue) for queue, first in heads if not first.gated]
+                advanced += self._go_through(gated, _TURNS if spins else 1)
                 if any(advanced):
-                    turns, busy_at = _turns(), time.monotonic()
-                elif time.monotonic() - busy_at > _SPIN_S or not self._spin(queues):
+                    turns, went_on = _turns(), time.monotonic()
+                elif not spins:
                     next(turns)()
+
+    def _go_through(self, heads: Sequence[tuple[_Queue, _Transfer, Gated]], looks: int) -> list[bool]:
+        """Carry out what gates let go, after ``looks`` looks at them; return of each whether there was anything."""
+        for queue, transfer, _ in heads:
+            self._follow(queue, transfer)
+        if heads:
+            advance([gated for _, _, gated in heads], looks)
+        return [self._went_on(*head) for head in heads]
+
+    def _went_on(self, queue: _Queue, transfer: _Transfer, gated: Gated) -> bool:
+        with queue.lock:
+            if not queue.waiting or queue.waiting[0] is not transfer:  # it was closed meanwhile
+                return True
+            if gated.status:
+                self._fail(
+                    queue, DriverError(f"a copy behind a gate failed: {gated.status} {self._where()}", gated.status)
+                )
+            elif gated.is_over:
+                self._told(queue, transfer)
+                self._next(queue)
+            elif gated.at > transfer.at:
+                transfer.at, transfer.since = gated.at, time.monotonic()
+            elif time.monotonic() - transfer.since > self._timeout_s:
+                gate = gated.gate()
+                self._fail(queue, DeadlineError(self._late(queue, gate, atomics().load32(gate.flag))))
+            else:
+                return False
+            return True
+
+    @staticmethod
+    def _next(queue: _Queue) -> None:
+        queue.waiting.popleft()
+        if queue.waiting:
+            queue.waiting[0].since = time.monotonic()
 
     def _advance(self, queue: _Queue) -> bool:
         """Put on the stream what need not wait any more; return whether there was anything."""
         with queue.lock:
             transfer = queue.waiting[0]
-        seen = self._seen(transfer.poll) if transfer.poll else 0
+        seen = self._read(transfer.poll.flag) if transfer.poll else 0
         with queue.lock:
             if not queue.waiting or queue.waiting[0] is not transfer:  # it was closed meanwhile
                 return True
@@ -227,28 +266,8 @@ class StreamChannels:
             except IrisError as error:
                 self._fail(queue, error)
                 return True
-            queue.waiting.popleft()
-            if queue.waiting:
-                queue.waiting[0].since = time.monotonic()
+            self._next(queue)
             return True
-
-    def _spin(self, queues: Sequence[_Queue]) -> bool:
-        """Look at the flags that queues wait for, for a moment and without the GIL, if all are in memory of the host;
-        return whether they are.
-        """
-        polls = [transfer.poll for queue in queues for transfer in list(queue.waiting)[:1]]
-        flags = [poll.flag for poll in polls if poll and poll.in_host]
-        if len(flags) < len(queues):
-            return False
-        words = (ctypes.c_uint64 * len(flags))(*flags)
-        seen = (ctypes.c_uint64 * len(flags))(*map(atomics().load64, flags))
-        if all(poll and value & 0xFFFFFFFF < poll.value for poll, value in zip(polls, seen, strict=True)):
-            places = ctypes.addressof(words), ctypes.addressof(seen)
-            atomics().await_change(*places, len(flags), _TURNS // len(flags))
-        return True
-
-    def _seen(self, poll: Poll) -> int:
-        return atomics().load32(poll.flag) if poll.in_host else self._read(poll.flag)
 
     def _read(self, flag: int) -> int:
         """Return the 32-bit word at an address of the GPU's memory."""
@@ -293,12 +312,6 @@ class StreamChannels:
 
     def _where(self) -> str:
         return where(group=self._heap.links.group, rank=self._heap.rank)
-
-
-def _parts(calls: Sequence[Call]) -> list[Sequence[Call]]:
-    """Return calls in order, in parts that begin with a wait or have none."""
-    starts = [0, *(i for i, call in enumerate(calls) if i and isinstance(call, Poll)), len(calls)]
-    return [calls[start:stop] for start, stop in itertools.pairwise(starts)]
 
 
 def _turns() -> Iterator[Callable[[], None]]:

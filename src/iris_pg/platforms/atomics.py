@@ -47,6 +47,12 @@ class Atomics(NamedTuple):
     ``await_change(words, seen, count, turns) -> index`` looks at ``count`` 64-bit words, whose addresses are an array,
     up to ``turns`` times each, until one is not what the array ``seen`` says, without the GIL; its index, or ``count``.
 
+    ``advance(lanes, count, turns) -> how many wait`` carries out the steps of ``count`` lanes, whose addresses are an
+    array, without the GIL: until all are done, or for ``turns`` looks none went on. A lane has four words: the number
+    of the next step, how many there are, the address of the steps, and a status. A step has five: the address of a
+    function and four arguments of it, an int for the status but 0, which ends the lane; or 0, the address of a 32-bit
+    word, and what it has to be at least.
+
     ``reserve(cached_wptr, rptr, size, nbytes) -> base`` and ``commit(wptr, doorbell, committed_wptr, base, end) ->
     done`` are the two steps of a producer on a packet ring, each one call: 2^64 - 1 says that the ring is full, and 0
     that an earlier producer has not committed yet. What they do is said in copy_engine/ring.py.
@@ -64,6 +70,7 @@ class Atomics(NamedTuple):
     execute: Callable[[int, int, int, int], int]
     read_process: Callable[[int, int, int, int], int]
     await_change: Callable[[int, int, int, int], int]
+    advance: Callable[[int, int, int], int]
     reserve: Callable[[int, int, int, int], int]
     commit: Callable[[int, int, int, int, int], int]
     keep: Any  # the LLVM engine that owns the code
@@ -255,6 +262,87 @@ found:
 none:
   ret i64 %count
 }}
+define i64 @advance(i64 %lanes, i64 %n, i64 %turns) {{
+entry:
+  %pl = inttoptr i64 %lanes to ptr
+  br label %turn
+turn:
+  %idle = phi i64 [ 0, %entry ], [ %idle2, %decide ]
+  br label %each
+each:
+  %i = phi i64 [ 0, %turn ], [ %i2, %after ]
+  %moved = phi i1 [ false, %turn ], [ %moved2, %after ]
+  %open = phi i64 [ 0, %turn ], [ %open2, %after ]
+  %all = icmp uge i64 %i, %n
+  br i1 %all, label %ended, label %lane
+lane:
+  %pa = getelementptr i64, ptr %pl, i64 %i
+  %a = load i64, ptr %pa
+  %p = inttoptr i64 %a to ptr
+  %pcount = getelementptr i64, ptr %p, i64 1
+  %count = load i64, ptr %pcount
+  %ptable = getelementptr i64, ptr %p, i64 2
+  %tables = load i64, ptr %ptable
+  %table = inttoptr i64 %tables to ptr
+  %first = load i64, ptr %p
+  br label %step
+step:
+  %at = phi i64 [ %first, %lane ], [ %at2, %done ]
+  %over = icmp uge i64 %at, %count
+  br i1 %over, label %after, label %look
+look:
+  %off = mul i64 %at, 5
+  %e = getelementptr i64, ptr %table, i64 %off
+  %fn = load i64, ptr %e
+  %px = getelementptr i64, ptr %e, i64 1
+  %x = load i64, ptr %px
+  %py = getelementptr i64, ptr %e, i64 2
+  %y = load i64, ptr %py
+  %pz = getelementptr i64, ptr %e, i64 3
+  %z = load i64, ptr %pz
+  %pw = getelementptr i64, ptr %e, i64 4
+  %w = load i64, ptr %pw
+  %gate = icmp eq i64 %fn, 0
+  br i1 %gate, label %poll, label %call
+poll:
+  %pg = inttoptr i64 %x to ptr
+  %v32 = load atomic i32, ptr %pg acquire, align 4
+  %v = zext i32 %v32 to i64
+  %opened = icmp uge i64 %v, %y
+  br i1 %opened, label %done, label %after
+call:
+  %pf = inttoptr i64 %fn to ptr
+  %r = call i32 %pf(i64 %x, i64 %y, i64 %z, i64 %w)
+  %ok = icmp eq i32 %r, 0
+  br i1 %ok, label %done, label %failed
+done:
+  %at2 = add i64 %at, 1
+  store i64 %at2, ptr %p
+  br label %step
+failed:
+  %status = zext i32 %r to i64
+  %pstatus = getelementptr i64, ptr %p, i64 3
+  store i64 %status, ptr %pstatus
+  store i64 %at, ptr %pcount
+  br label %after
+after:
+  %waits = phi i64 [ 0, %step ], [ 1, %poll ], [ 0, %failed ]
+  %went = icmp ne i64 %at, %first
+  %moved2 = or i1 %moved, %went
+  %open2 = add i64 %open, %waits
+  %i2 = add i64 %i, 1
+  br label %each
+ended:
+  %nobody = icmp eq i64 %open, 0
+  br i1 %nobody, label %return, label %decide
+decide:
+  %more = add i64 %idle, 1
+  %idle2 = select i1 %moved, i64 0, i64 %more
+  %tired = icmp uge i64 %idle2, %turns
+  br i1 %tired, label %return, label %turn
+return:
+  ret i64 %open
+}}
 define i64 @reserve(i64 %cached, i64 %rptr, i64 %size, i64 %n) {{
 entry:
   %pc = inttoptr i64 %cached to ptr
@@ -347,6 +435,7 @@ def _compile() -> Atomics:
         execute=bind("execute", without_gil, word[8], address, address, address, word[4]),
         read_process=bind("read_process", without_gil, ctypes.c_int64, ctypes.c_int32, *[address] * 3),
         await_change=bind("await_change", without_gil, word[8], *[address] * 4),
+        advance=bind("advance", without_gil, word[8], *[address] * 3),
         reserve=bind("reserve", with_gil, word[8], *[address] * 4),
         commit=bind("commit", with_gil, word[8], *[address] * 5),
         keep=engine,
