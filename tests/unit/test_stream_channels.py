@@ -15,7 +15,7 @@ from iris_pg.copy_engine import stream_channels
 from iris_pg.copy_engine.calls import Count, Increase, Linear, Poll
 from iris_pg.copy_engine.stream_channels import StreamChannels
 from iris_pg.copy_engine.tile import Tile
-from iris_pg.errors import ArgumentError, ClosedError, DeadlineError
+from iris_pg.errors import ArgumentError, ClosedError, DeadlineError, DriverError, UnsupportedError
 from iris_pg.platforms import cuda_calls
 from iris_pg.platforms.atomics import atomics
 from iris_pg.platforms.gpu import platform as gpu
@@ -137,6 +137,23 @@ def test_what_is_armed_at_once_goes_gate_by_gate(channels, monkeypatch):
         DeadlineError, match=f"rank 0, {gates[0].data_ptr():#x}: it has been 7, and not >= 8, for 0.5 s"
     ):
         channels.quiet(1, 7)
+
+
+def test_a_driver_call_that_fails_behind_a_gate_ends_its_queue(channels, monkeypatch):
+    source, target, gate = torch.ones(3), torch.zeros(3), torch.zeros(8, dtype=torch.int64)
+    refuse = ctypes.CFUNCTYPE(ctypes.c_int32, *[ctypes.c_uint64] * 4)(lambda *_: 700)
+    place = ctypes.cast(refuse, ctypes.c_void_p).value
+    monkeypatch.setattr(cuda_calls, "copy", lambda stream, *copy: cuda_calls.Step(place, *copy, stream))
+    calls = [Poll(gate.data_ptr(), 1, in_host=True), copy_of(source, target), Count(target.data_ptr(), 9)]
+    channels.submit("triggered", 1, 7, calls, False)
+    atomics().store64(gate.data_ptr(), 1)
+    with pytest.raises(DriverError, match="a copy behind a gate failed: 700") as raised:
+        channels.quiet(1, 7)
+    assert raised.value.status == 700 and not target.any()
+    with pytest.raises(ClosedError, match="triggered: the queue to rank 1 on channel 7 has failed before"):
+        channels.submit("triggered", 1, 7, calls, False)
+    with pytest.raises(UnsupportedError, match="behind a gate; a plan has linear copies"):
+        channels.submit("triggered", 0, 7, [calls[0], Increase(target.data_ptr(), 1)], False)
 
 
 def test_a_wait_in_vain_ends_and_moves_nothing(channels):

@@ -9,10 +9,8 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
-from typing import Any
 
 from iris_pg.copy_engine.calls import Call, Count, Linear, Poll
-from iris_pg.copy_engine.tile import Tile
 from iris_pg.errors import UnsupportedError
 from iris_pg.platforms import cuda_calls
 from iris_pg.platforms.atomics import atomics
@@ -24,7 +22,7 @@ class Gated:
     """Calls for a stream, and the gates that let them go, in order.
 
     Args:
-        calls: polls of words in memory of the host, copies and counts.
+        calls: polls of words in memory of the host, linear copies and counts.
         stream: torch's handle of the stream.
 
     Raises:
@@ -32,8 +30,7 @@ class Gated:
     """
 
     def __init__(self, calls: Sequence[Call], stream: int) -> None:
-        self._kept: list[Any] = []
-        steps = [self._step(call, stream) for call in calls]
+        steps = [_step(call, stream) for call in calls]
         self._table = (ctypes.c_uint64 * (5 * len(steps)))(*(word for step in steps for word in step))
         self._lane = (ctypes.c_uint64 * 4)(0, len(steps), ctypes.addressof(self._table), 0)
         self.address = ctypes.addressof(self._lane)
@@ -58,21 +55,16 @@ class Gated:
         _, flag, value, *_ = self._table[5 * self.at : 5 * self.at + 5]
         return Poll(flag, value, in_host=True)
 
-    def _step(self, call: Call, stream: int) -> cuda_calls.Step:
-        match call:
-            case Poll(flag, value, True):
-                return cuda_calls.Step(0, flag, value)
-            case Linear(dst, src, nbytes):
-                return cuda_calls.copy(stream, dst, src, nbytes)
-            case Count(flag, value):
-                return cuda_calls.write(stream, flag, value)
-            case Tile():
-                rectangle = cuda_calls.rectangle(
-                    *(call.dst, call.src, call.width_bytes, call.rows, call.dst_pitch_bytes, call.src_pitch_bytes)
-                )
-                self._kept.append(rectangle)
-                return cuda_calls.copy_2d(stream, rectangle)
-        raise UnsupportedError(f"{call} behind a gate; a plan has copies")
+
+def _step(call: Call, stream: int) -> cuda_calls.Step:
+    match call:
+        case Poll(flag, value, True):
+            return cuda_calls.Step(0, flag, value)
+        case Linear(dst, src, nbytes):
+            return cuda_calls.copy(stream, dst, src, nbytes)
+        case Count(flag, value):
+            return cuda_calls.write(stream, flag, value)
+    raise UnsupportedError(f"{call} behind a gate; a plan has linear copies")
 
 
 def advance(gated: Sequence[Gated], turns: int) -> None:

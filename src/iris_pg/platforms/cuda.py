@@ -313,21 +313,14 @@ def copy(dst: int, src: int, nbytes: int) -> Launch:
     return launch
 
 
-def rectangle(dst: int, src: int, width_bytes: int, rows: int, dst_pitch_bytes: int, src_pitch_bytes: int) -> Any:
-    """Return the driver's description of a copy of ``rows`` rows of ``width_bytes``, ``pitch`` bytes apart."""
+def copy_2d(dst: int, src: int, width_bytes: int, rows: int, dst_pitch_bytes: int, src_pitch_bytes: int) -> Launch:
+    """Return what copies ``rows`` rows of ``width_bytes``, ``pitch`` bytes apart, in memory of GPUs."""
     driver = _driver()
     what = driver.CUDA_MEMCPY2D()
     what.srcMemoryType = what.dstMemoryType = driver.CUmemorytype.CU_MEMORYTYPE_DEVICE
     what.srcDevice, what.dstDevice = driver.CUdeviceptr(src), driver.CUdeviceptr(dst)
     what.srcPitch, what.dstPitch = src_pitch_bytes, dst_pitch_bytes
     what.WidthInBytes, what.Height = width_bytes, rows
-    return what
-
-
-def copy_2d(dst: int, src: int, width_bytes: int, rows: int, dst_pitch_bytes: int, src_pitch_bytes: int) -> Launch:
-    """Return what copies ``rows`` rows of ``width_bytes``, ``pitch`` bytes apart, in memory of GPUs."""
-    driver = _driver()
-    what = rectangle(dst, src, width_bytes, rows, dst_pitch_bytes, src_pitch_bytes)
 
     def launch(stream: Any) -> None:
         status = driver.cuMemcpy2DAsync(what, stream)[0]
@@ -448,7 +441,6 @@ __all__ = [
     "has_atomics",
     "initialise",
     "outside_of_capture",
-    "rectangle",
     "register",
     "stream_handle",
     "unregister",

@@ -6,9 +6,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
-from typing import Any, NamedTuple
-
-from iris_pg.platforms import cuda
+from typing import NamedTuple
 
 
 class Step(NamedTuple):
@@ -31,16 +29,9 @@ def copy(stream: int, dst: int, src: int, nbytes: int) -> Step:
     return Step(_address("cuMemcpyDtoDAsync_v2"), dst, src, nbytes, stream)
 
 
-def copy_2d(stream: int, rectangle: Any) -> Step:
-    """Return the call that lets a stream copy a rectangle of :func:`cuda.rectangle`, which must be kept."""
-    return Step(_address("cuMemcpy2DAsync_v2"), int(rectangle.getPtr()), stream)
-
-
 def write(stream: int, address: int, value: int) -> Step:
     """Return the call that lets a stream write a 32-bit word, after all that it did before."""
     return Step(_address("cuStreamWriteValue32_v2"), stream, address, value)
 
 
-rectangle = cuda.rectangle
-
-__all__ = ["Step", "copy", "copy_2d", "rectangle", "write"]
+__all__ = ["Step", "copy", "write"]
