@@ -224,7 +224,7 @@ def puts_blocks(rank, world):
             ctx.barrier()
 
 
-@pytest.mark.parametrize("world", [2, 4] if k.FULL else [2])
+@pytest.mark.parametrize("world", [2, 4, 8] if k.FULL else [2])
 def test_put_of_a_block_through_the_copy_engine(ranks, world):
     ranks(world).run(puts_blocks)
 
@@ -420,7 +420,7 @@ def uses_a_context(rank, world):
         assert words.tolist() == [5 + v, 5 - v, v, 5 ^ v, 5 & v, 5 | v, min(5, v), max(5, v), v, 5 + v, v]
 
 
-@pytest.mark.parametrize("world", [1, 2, 4] if k.FULL else [2])
+@pytest.mark.parametrize("world", [1, 2, 4, 8] if k.FULL else [2, 4, 8])
 def test_a_device_context(ranks, world):
     ranks(world).run(uses_a_context)
 
@@ -461,7 +461,7 @@ def gathers(rank, world, languages=("triton",)):
         ctx.barrier()
 
 
-@pytest.mark.parametrize("world", [1, 2, 4] if k.FULL else [1, 4])
+@pytest.mark.parametrize("world", [1, 2, 4, 8])
 def test_an_all_gather_driven_by_a_kernel(ranks, world):
     ranks(world).run(gathers)
 
