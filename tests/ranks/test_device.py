@@ -191,6 +191,15 @@ def written(ctx, peer):
     return ctx._channels._queues[peer, 0].ring.committed()
 
 
+def state(ctx):
+    """Every queue that kernels of this rank write into, in words."""
+    if by_proxy:
+        queues = [(queue, producers.error()) for queue, producers, _ in ctx._channels.kernels.queues]
+    else:
+        queues = [(queue, queue.ring.error()) for queue in ctx._channels._queues.values()]
+    return "\n".join(f"{queue.dump()}; {error}; {queue.fault}" for queue, error in queues)
+
+
 def puts_blocks(rank, world):
     """Every mask, type and order; and how many packets each takes."""
     with context() as ctx:
@@ -431,7 +440,7 @@ def test_a_device_context(ranks, world):
 def gathers(rank, world, languages=("triton",)):
     """An all-gather that a kernel drives, of several sizes, in place too, again and again, with ranks that are late."""
     from iris_pg.collective_api import Config
-    from iris_pg.errors import ArgumentError
+    from iris_pg.errors import ArgumentError, QueueError
 
     with context() as ctx:
         config = Config(engine="sdma", all_gather_variant="kernel_puts")
@@ -444,11 +453,14 @@ def gathers(rank, world, languages=("triton",)):
                     torch.cuda.synchronize()
                 if (rank + j) % 3 == 0:
                     time.sleep(0.02)
-                if language == "triton":
-                    ctx.ccl.all_gather(output, mine, config=config)
-                else:
-                    ctx.ccl._kernel_gather(output, mine, language)
-                ctx.ccl._kernel_gather.check()
+                try:
+                    if language == "triton":
+                        ctx.ccl.all_gather(output, mine, config=config)
+                    else:
+                        ctx.ccl._kernel_gather(output, mine, language)
+                    ctx.ccl._kernel_gather.check()
+                except QueueError as error:
+                    raise AssertionError(f"{dtype}, {numel}, {j}: {error}\n{state(ctx)}") from error
                 expected = torch.cat([data(dtype, r, 10 * i + j, numel) for r in range(world)])
                 assert torch.equal(output.cpu(), expected), (dtype, numel, j)
         for output, input in (
