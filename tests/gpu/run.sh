@@ -14,7 +14,11 @@ part() {
     python3 -m pytest -q -p no:cacheprovider --tb=short --timeout 90 "$@" >"$out/$name.log" 2>&1 &
 }
 # What takes longest in the background, and beside it what depends on times, and then the rest.
-part kernels tests/gpu/test_kernels.py
+gpus=$(python3 -c 'import torch; print(torch.cuda.device_count())') number=0
+for ranks in "W1 or W2" W4 W8 "not (W1 or W2 or W4 or W8)"; do # of one process each, so on one GPU
+  CUDA_VISIBLE_DEVICES=$((number % gpus)) part "kernels_$number" tests/gpu/test_kernels.py -k "$ranks"
+  number=$((number + 1))
+done
 part table_cu tests/gpu/test_table.py -k cu
 long=$(jobs -p)
 part failures tests/gpu/test_failures.py
