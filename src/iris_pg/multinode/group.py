@@ -48,6 +48,7 @@ from iris_pg.multinode.worker import Worker
 from iris_pg.operations import front
 from iris_pg.operations.base import is_asynchronous
 from iris_pg.options import Options
+from iris_pg.platforms.cpu import usable_cores
 from iris_pg.transport import BARRIER
 from iris_pg.watch import Key, text_of
 from iris_pg.work import IrisWork
@@ -55,7 +56,7 @@ from iris_pg.work import IrisWork
 Tensor = torch.Tensor
 
 _MOST_PLANS = 256  # that are kept, the latest used
-_YIELD_S = 2e-4  # a rank waits for neighbours that wait for the network, whose threads need the cores
+_YIELD_S = 2e-4  # where cores are few: a rank waits for neighbours that wait for the network, whose threads need them
 _GRACE_S = 3.0  # a rank that waits for its own host waits longer than one that waits for another, which knows more
 
 
@@ -111,7 +112,8 @@ class HierarchicalProcessGroup(WireMessages, process_group.IrisProcessGroup):
             f"{name} on {found.hosts.names[self._host]}",
             Options(**{**options._fields(), "timeout": self._timeout_s + _GRACE_S}),
         )
-        self.local.transport.yield_for(_YIELD_S)
+        if usable_cores() < 2 * self.local.size():
+            self.local.transport.yield_for(_YIELD_S)
         self._worker = Worker(f"iris_pg {name}")
         self._executor = Executor(self._within)
         self._monitored = MonitoredBarriers(store, _Marks(self), found.token)
@@ -251,7 +253,7 @@ class HierarchicalProcessGroup(WireMessages, process_group.IrisProcessGroup):
         if not dist.is_nccl_available():
             raise UnsupportedError(f"CUDA tensors cross between hosts by NCCL, which torch lacks here {self._place()}")
         store = dist.PrefixStore("nccl", self._store)
-        wire = self._wires[device.type] = NcclWire(store, self.hosts, self._rank, self._timeout_s, device)
+        wire = self._wires[device.type] = NcclWire(store, self.hosts, self._rank, self._timeout_s)
         return wire
 
     def barrier(self, opts: Any = None) -> IrisWork:

@@ -264,13 +264,12 @@ class NcclWire:
 
     Args:
         as :class:`GlooWire`; NCCL's own watchdog keeps the deadline.
-        device: this rank's GPU.
     """
 
     name, has_tags = "nccl", False
 
-    def __init__(self, store: dist.Store, hosts: Hosts, rank: int, timeout_s: float, device: torch.device) -> None:
-        self.timeout_s, self.sent_bytes, self._device = timeout_s, 0, device
+    def __init__(self, store: dist.Store, hosts: Hosts, rank: int, timeout_s: float) -> None:
+        self.timeout_s, self.sent_bytes = timeout_s, 0
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = datetime.timedelta(seconds=timeout_s)
         self._nccl: Any = dist.ProcessGroupNCCL(store, rank, hosts.world, options)
@@ -280,13 +279,13 @@ class NcclWire:
         if not sends and not receives:
             return _NcclPending(None)
         nccl = self._nccl
-        nccl._start_coalescing(self._device)  # so that sends and receives of one exchange do not wait for each other
+        nccl._start_coalescing()  # so that sends and receives of one exchange do not wait for each other
         for peer, tensor in receives:
             nccl.recv([tensor], peer, 0)
         for peer, tensor in sends:
             nccl.send([tensor], peer, 0)
             self.sent_bytes += tensor.nbytes
-        return _NcclPending(nccl._end_coalescing(self._device))
+        return _NcclPending(nccl._end_coalescing())
 
     def receive_from_any(self, tensor: Tensor, tag: int) -> NoReturn:
         """Raise UnsupportedError."""
