@@ -30,7 +30,7 @@ part hosts tests/gpu/test_multinode.py
 wait $(jobs -p | grep -vxF "$long")
 part operations_sdma tests/gpu/test_operations.py -k sdma
 part operations_cu tests/gpu/test_operations.py -k cu
-part operations_auto tests/gpu/test_operations.py -k auto
+part operations_auto tests/gpu/test_operations.py -k "auto or exchanges"
 part table_sdma tests/gpu/test_table.py -k sdma
 part frameworks tests/gpu/test_frameworks.py
 wait

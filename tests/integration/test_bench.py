@@ -53,7 +53,7 @@ def test_it_starts_its_ranks_and_writes_what_it_measured(tmp_path):
     found = json.loads(path.read_text())
     assert found["schema"] == report.SCHEMA
     assert (found["world"], found["anchor"]) == (2, "gloo")
-    assert found["versions"]["torch"] == torch.__version__
+    assert found["versions"]["torch"].partition("+")[0] == torch.__version__.partition("+")[0]
     assert found["host"]["cores"] == os.cpu_count()
     assert found["options"]["iterations"] == 3
     assert 0 <= found["cores_busy_with_others"] <= os.cpu_count()
