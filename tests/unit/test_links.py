@@ -228,6 +228,29 @@ def test_a_rank_that_missed_a_try_meets_the_others_in_the_next():
         links.close()
 
 
+def test_a_rank_that_comes_between_two_tries_meets_the_others_in_the_next():
+    """What the others have left in the store is of a try that they gave up."""
+    store = dist.HashStore()
+    for _ in range(2):
+        with pytest.raises(DeadlineError, match=r"rank 1 did not start within 0\.1 s"):
+            make(3, timeout_s=0.1, store=store, ranks=[0, 2])
+    seen = threading.Event()
+
+    def start(rank):
+        if rank != 1:
+            seen.wait(5)
+        return Links(store, rank, 3, group="g", timeout_s=10)
+
+    threads = Threads(3, start)
+    while not store.check(["links/1"]) or json.loads(store.get("links/1"))["number"] < 2:
+        time.sleep(0.005)
+    time.sleep(0.05)  # it has read the cards of that number
+    seen.set()
+    for links in threads.join():
+        assert isinstance(links, Links), links
+        links.close()
+
+
 def test_ranks_that_do_not_start_are_named_by_all():
     def start(rank):
         return Links(store, rank, 5, group="g", timeout_s=0.3)

@@ -10,6 +10,7 @@ because of an error sends the error, so its peers name the rank at fault and not
 from __future__ import annotations
 
 import array
+import contextlib
 import json
 import os
 import re
@@ -101,6 +102,7 @@ class Links:
         self.closed: str | None = None
         self._sockets: dict[int, socket.socket] = {}
         self._sequence = 0
+        self._card: dict[str, Any] | None = None  # as it is in the store
         self._lock = threading.Lock()  # of the two below: a poll object serves one thread at a time
         self._poll = select.poll()
         self._rank_of: dict[int, int] = {}
@@ -109,6 +111,8 @@ class Links:
             try:
                 self._connect(store)
             except BaseException as error:
+                if isinstance(error, DeadlineError):
+                    self._withdraw(store)  # of any other error the peers learn as they dial
                 self.close("set-up failed", error)
                 raise
 
@@ -147,7 +151,7 @@ class Links:
         """Publish this rank's card and return those of all ranks."""
         # A store that served an earlier group holds its cards. Each rank numbers the groups that it makes on the store,
         # and those with one number belong together. A rank whose peers are ahead (it failed before it came here, and
-        # they tried again) catches up.
+        # they tried again) catches up. One that comes between two tries of its peers finds that they have withdrawn.
         counter = f"links/number of rank {self.rank}"
         number = store.add(counter, 1)
         cards: dict[int, dict[str, str]] = {}
@@ -156,7 +160,8 @@ class Links:
         while len(cards) < self.world:
             if published != number:
                 cards, published = {self.rank: mine}, number
-                store.set(f"links/{self.rank}", json.dumps({**mine, "number": number}))
+                self._card = {**mine, "number": number}
+                store.set(f"links/{self.rank}", json.dumps(self._card))
             before = len(cards)
             for peer in range(self.world):
                 if peer in cards or not store.check([f"links/{peer}"]):
@@ -165,7 +170,7 @@ class Links:
                 if card["number"] > number:
                     number = store.add(counter, card["number"] - number)
                     break
-                if card["number"] == number:
+                if card["number"] == number and not card.get("withdrawn"):
                     self._check_host(peer, card, mine)
                     cards[peer] = card
             if len(cards) == before and published == number:
@@ -174,6 +179,12 @@ class Links:
                 time.sleep(pause)
                 pause = min(2 * pause, 0.02)
         return [cards[peer] for peer in range(self.world)]
+
+    def _withdraw(self, store: Store) -> None:
+        """Tell who comes later that this rank has given up."""
+        if self._card:
+            with contextlib.suppress(RuntimeError):  # the store may be what failed
+                store.set(f"links/{self.rank}", json.dumps({**self._card, "withdrawn": True}))
 
     def _check_host(self, peer: int, card: dict[str, str], mine: dict[str, str]) -> None:
         if card["host"] != mine["host"]:
