@@ -52,17 +52,18 @@ lint: $(STAMP)
 types: $(STAMP)
 	$(BIN)/mypy src
 
-# Three at a time, as many tests wait or sleep: PyTorch's own; scripts under torchrun, and small things; all others.
-BESIDE := tests/unit/ tests/integration/ tests/regressions/ tests/gpu/
-OTHERS := $(filter-out tests/__pycache__/ tests/conformance/ $(BESIDE),$(wildcard tests/*/))
+# Three at a time, as many tests wait or sleep; each takes about as long.
+FIRST := tests/conformance/ tests/regressions/
+SECOND := tests/unit/ tests/integration/ tests/gpu/
+OTHERS := $(filter-out tests/__pycache__/ $(FIRST) $(SECOND),$(wildcard tests/*/))
 
 pytest: $(STAMP)
 ifeq ($(strip $(PYTEST_FLAGS)),)
 	@logs=$$(mktemp -d); status=0; \
-	  $(BIN)/python -m pytest tests/conformance >$$logs/conformance 2>&1 & conformance=$$!; \
-	  $(BIN)/python -m pytest $(BESIDE) >$$logs/beside 2>&1 & beside=$$!; \
+	  $(BIN)/python -m pytest $(FIRST) >$$logs/first 2>&1 & first=$$!; \
+	  $(BIN)/python -m pytest $(SECOND) >$$logs/second 2>&1 & second=$$!; \
 	  $(BIN)/python -m pytest $(OTHERS) || status=1; \
-	  wait $$conformance || status=1; wait $$beside || status=1; \
+	  wait $$first || status=1; wait $$second || status=1; \
 	  cat $$logs/*; rm -r $$logs; exit $$status
 else
 	$(BIN)/python -m pytest $(PYTEST_FLAGS)

@@ -305,13 +305,13 @@ def test_messages_of_any_sizes_between_any_ranks():
     patterns = [  # [from][to]
         [[0, 700, 3], [0, 0, SLOT], [5, 0, 0]],
         [[9, 16, 0], [0, 3000, 16], [0, 1 << 11, 1]],
-        [[0, (1 << 11) + 1, 40], [1, 0, 9000], [0, 3 * SLOT, 0]],
-        [[0, 0, 0], [7000, 0, 6000], [0, 0, 0]],
+        [[0, (1 << 11) + 1, 40], [1, 0, 5000], [0, 3 * SLOT, 0]],
+        [[0, 0, 0], [4500, 0, 6000], [0, 0, 0]],
         [[0, 0, 0], [0, 0, 0], [0, 0, 9]],
     ]
     kernels = set()
     try:
-        for iteration in range(10):
+        for iteration in range(7):
             sizes = patterns[iteration % len(patterns)]
             sent = [[data(s * 3 + r, sizes[s][r] + s, iteration)[s:] for r in range(world)] for s in range(world)]
             got = [[torch.zeros(sizes[s][r] + r, dtype=torch.uint8)[r:] for s in range(world)] for r in range(world)]
@@ -337,7 +337,7 @@ def test_messages_of_any_sizes_between_any_ranks():
 def test_a_broadcast_moves_in_words_or_slots(n):
     world, group = 3, Group(3)
     try:
-        for iteration in range(5):
+        for iteration in range(3):
             root = iteration % world
             tensors = [data(r, n + r, iteration)[r:].clone() for r in range(world)]
             expected = tensors[root].clone()
