@@ -72,8 +72,8 @@ VARIABLES = (
         int,
         32,
         "CTAs, 1 to the GPU's multiprocessors",
-        "for CUDA tensors: most CTAs of a kernel, of the cu engine and of what adds for copy engines; each takes 4 MiB or "
-        "more of the GPU's memory",
+        "for CUDA tensors: most CTAs of a kernel, of the cu engine and of what adds for copy engines; each takes 4 MiB "
+        "or more of the GPU's memory",
     ),
     Variable(
         "IRIS_PG_INTER_HOST",
