@@ -131,7 +131,7 @@ class Ranks:
     def fold(self, ranks, folds_) -> None:
         results = []
         for k, fold in enumerate(folds_):
-            parts = [next(part for part in f.operands if part.peer == k) for f in folds_ if fold.result]
+            parts = [next(q for q in f.operands if f.to_all or q.peer == k) for f in folds_ if fold.result]
             operands = [
                 self.part(p, part).view(getattr(torch, fold.dtype)) for p, part in zip(ranks, parts, strict=False)
             ]
@@ -174,6 +174,7 @@ def pieces(request, monkeypatch):
         monkeypatch.setattr(folds, "IN_PLACE_BYTES", 128)
         monkeypatch.setattr(folds, "SLICE_BYTES", 8)
         monkeypatch.setattr(folds, "AT_ONCE_BYTES", 0)
+        monkeypatch.setattr(folds, "WHOLE_BYTES", 0)
         monkeypatch.setattr(folds, "DIRECT_BYTES", 8)
 
 
@@ -269,7 +270,9 @@ def test_all_reduce(letters, kind, n, in_place, pieces):
     wanted = as_bytes(expected(op, data))
     assert all(torch.equal(m[result.buffer], wanted) for m in memory)  # small integers: exact in any order
     wide, total = getattr(torch, wider(dtype)).itemsize * n, sum(crossed(hosts, plans).values())
-    if hosts.count == 2 or folds.AT_ONCE_BYTES:  # whole, where they are small
+    if wide <= folds.WHOLE_BYTES:  # to every rank, where they are tiny
+        assert total == hosts.world * (hosts.count - 1) * wide
+    elif hosts.count == 2 or folds.AT_ONCE_BYTES:  # whole, where they are small
         assert total == hosts.count * (hosts.count - 1) * wide
     else:  # the least possible: partial sums to where they are added up, and results, not widened, from there
         assert total == (hosts.count - 1) * (wide + data[0].nbytes)

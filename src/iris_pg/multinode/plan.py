@@ -186,3 +186,9 @@ def folded_within(name: str, op: str, dtype: str, index: int, operands: Sequence
     parts = tuple(Part(k, span.nbytes, span.ref(index)) for k, span in enumerate(operands) if span.nbytes)
     into = result.ref(index) if operands[index].nbytes else None
     return [Within(Fold(name, op, dtype, parts, into))] if parts else []
+
+
+def folded_by_all(name: str, op: str, dtype: str, index: int, operand: Span, result: Span) -> list[Step]:
+    """Return the all-reduce within the host: every rank gets the reduction of all operands in ``result``."""
+    part = Part(index, operand.nbytes, operand.ref(index))
+    return [Within(Fold(name, op, dtype, (part,), result.ref(index), to_all=True))]
