@@ -8,6 +8,7 @@ import random
 import threading
 import time
 from collections import defaultdict, deque
+from dataclasses import replace
 
 import pytest
 import torch
@@ -20,6 +21,7 @@ from iris_pg.multinode.arithmetic import combine, combine_by_torch, finish
 from iris_pg.multinode.discovery import discover
 from iris_pg.multinode.hosts import Hosts
 from iris_pg.multinode.plan import Await, Combine, Copy, Exchange, Expect, Finish, Plan, Span, Widen, Within
+from iris_pg.platforms.cpu import usable_cores
 from iris_pg.reduce_ops import DTYPES, wider
 
 FULL = bool(os.environ.get("IRIS_PG_TEST_FULL"))
@@ -257,10 +259,10 @@ def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize("letters", LAYOUTS)
 @pytest.mark.parametrize("kind", KINDS, ids=str)
-@pytest.mark.parametrize("n", [1, 333, 341])
+@pytest.mark.parametrize(("n", "is_roomy"), [(1, False), (1, True), (40, False), (333, False), (341, False)])
 @pytest.mark.parametrize("in_place", [False, True])
-def test_all_reduce(letters, kind, n, in_place, pieces):
-    (op, dtype), hosts = kind, hosts_of(letters)
+def test_all_reduce(letters, kind, n, is_roomy, in_place, pieces):
+    (op, dtype), hosts = kind, replace(hosts_of(letters), is_roomy=is_roomy)
     data = [operand(n, dtype, p) for p in range(hosts.world)]
     memory = [{"in": as_bytes(t), "out": torch.zeros(t.nbytes, dtype=torch.uint8)} for t in data]
     source = Span("in", 0, data[0].nbytes)
@@ -270,7 +272,8 @@ def test_all_reduce(letters, kind, n, in_place, pieces):
     wanted = as_bytes(expected(op, data))
     assert all(torch.equal(m[result.buffer], wanted) for m in memory)  # small integers: exact in any order
     wide, total = getattr(torch, wider(dtype)).itemsize * n, sum(crossed(hosts, plans).values())
-    if wide <= folds.WHOLE_BYTES:  # to every rank, where they are tiny
+    is_tiny = wide <= folds.WHOLE_BYTES and (is_roomy or n >= max(map(len, hosts.members)))
+    if is_tiny:  # to every rank
         assert total == hosts.world * (hosts.count - 1) * wide
     elif hosts.count == 2 or folds.AT_ONCE_BYTES:  # whole, where they are small
         assert total == hosts.count * (hosts.count - 1) * wide
@@ -386,6 +389,12 @@ def test_ranks_find_their_hosts():
     assert len({d.token for d in found.values()}) == 1
 
 
+def test_hosts_are_roomy_where_all_ranks_have_two_cores_for_each_neighbour():
+    assert Hosts.of("aab", "aab", [4, 4, 2]).is_roomy
+    assert not Hosts.of("aab", "aab", [4, 4, 1]).is_roomy
+    assert not Hosts.of("aab", "aab", [4, 3, 2]).is_roomy
+
+
 def test_a_store_is_used_again_also_by_ranks_that_have_tried_less_often():
     store = dist.HashStore()
     late = discover_all(3, "abc", absent=(2,), timeout_s=0.3, store=store)
@@ -450,7 +459,7 @@ def test_set_up_of_512_ranks_takes_a_few_calls_of_the_store_from_each():
     common = dict(group="g", timeout_s=20.0, agreed=dict(inter_host="auto"))
     for rank in range(1, world):  # what each leaves there before it begins to wait
         number = store.add(f"hosts/number of rank {rank}", 1)
-        card = dict(host=identity(rank), name=f"node{rank // 8}", agreed=common["agreed"], number=number)
+        card = dict(host=identity(rank), name=f"node{rank // 8}", cores=16, agreed=common["agreed"], number=number)
         store.set(f"hosts/{rank}", json.dumps(card))
     started = time.monotonic()
     calls = store.calls
@@ -459,6 +468,7 @@ def test_set_up_of_512_ranks_takes_a_few_calls_of_the_store_from_each():
     assert time.monotonic() - started < 2
     assert found.hosts.count == world // 8
     assert found.hosts.members[3] == tuple(range(24, 32))
+    assert found.hosts.is_roomy == (usable_cores() >= 16)
     published = len(store.values["hosts/all"])
     assert published < 8 * world  # bytes that each rank reads
 

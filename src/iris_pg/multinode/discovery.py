@@ -18,6 +18,7 @@ import torch.distributed as dist
 from iris_pg.errors import DeadlineError, MismatchError, PeerLostError, where
 from iris_pg.memory.sharing import host_identity
 from iris_pg.multinode.hosts import Hosts
+from iris_pg.platforms.cpu import usable_cores
 
 _PAUSE_S, _LONGEST_PAUSE_S, _GROWTH = 2e-4, 2e-2, 1.25  # so a rank waits a quarter longer than it has to at most
 _SHOWN = 16  # most ranks that a message names
@@ -73,7 +74,7 @@ def _discover(
     counter = f"hosts/number of rank {rank}"
     number, published = store.add(counter, 1), 0
     name = socket.gethostname() if host is None else host
-    mine = dict(host=host_identity() if host is None else host, name=name, agreed=agreed)
+    mine = dict(host=host_identity() if host is None else host, name=name, cores=usable_cores(), agreed=agreed)
     cards: dict[int, dict[str, Any]] = {}
     pause = _PAUSE_S
     while True:
@@ -154,11 +155,12 @@ def _verdict(cards: Mapping[int, dict[str, Any]], missing: list[int], world: int
                 text=f"rank 0 creates the group with {cards[0]['agreed']} and rank {p} with {cards[p]['agreed']}; "
                 "options are the same on all ranks",
             )
-    hosts = Hosts.of([cards[p]["host"] for p in range(world)], [cards[p]["name"] for p in range(world)])
-    return dict(members=hosts.members, names=hosts.names, token=secrets.token_hex(8))
+    hosts = Hosts.of(*([cards[p][what] for p in range(world)] for what in ("host", "name", "cores")))
+    return dict(members=hosts.members, names=hosts.names, is_roomy=hosts.is_roomy, token=secrets.token_hex(8))
 
 
 def _read(said: Mapping[str, Any], place: str) -> Discovered:
     if said.get("error"):
         raise (DeadlineError if said["error"] == "late" else MismatchError)(f"{said['text']} {place}")
-    return Discovered(Hosts(tuple(map(tuple, said["members"])), tuple(said["names"])), said["token"])
+    members = tuple(map(tuple, said["members"]))
+    return Discovered(Hosts(members, tuple(said["names"]), said["is_roomy"]), said["token"])

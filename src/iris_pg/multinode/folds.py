@@ -32,7 +32,9 @@ from iris_pg.multinode.plan import (
 from iris_pg.reduce_ops import wider
 
 WHOLE_BYTES = 1 << 10
-"""All-reduces of up to this size, which fit in a packet, are reduced whole by every rank: one wait fewer within the host."""
+"""All-reduces of up to this size, which fit in a packet, are reduced whole by every rank: one wait fewer within the
+host. But where cores are few ranks without a part of it had better stay away from the wire.
+"""
 
 AT_ONCE_BYTES = 32 << 10
 """All-reduces of parts up to this size cross once, whole, and each host adds them all up."""
@@ -110,7 +112,8 @@ class _Shards:
 def all_reduce(hosts: Hosts, rank: int, name: str, op: str, dtype: str, source: Span, result: Span) -> Plan:
     """Return the plan that reduces every rank's ``source`` into every rank's ``result``, which may be the same."""
     plan, e = Plan(), _Elements(op, dtype, hosts.world)
-    if 0 < source.nbytes // e.size * e.wide_size <= WHOLE_BYTES:
+    is_whole = 0 < source.nbytes // e.size * e.wide_size <= WHOLE_BYTES
+    if is_whole and (hosts.is_roomy or source.nbytes // e.size >= max(map(len, hosts.members))):
         return _all_reduce_whole(plan, hosts, rank, name, e, source, result)
     # With many hosts pieces are larger, so that what each exchanges with each is not too small.
     least = AT_ONCE_BYTES * hosts.count * max(map(len, hosts.members))

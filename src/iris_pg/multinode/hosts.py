@@ -14,18 +14,24 @@ class Hosts:
     Args:
         members: the ranks of each host, in ascending order. A rank's place in there is its *index* on its host.
         names: a name of each host, for messages.
+        is_roomy: whether every rank may run on two cores or more for each rank of its host. Else the threads of some
+            keep others from running, and what needs the fewest of them is the fastest.
     """
 
     members: tuple[tuple[int, ...], ...]
     names: tuple[str, ...]
+    is_roomy: bool = False
 
     @classmethod
-    def of(cls, identities: Sequence[str], names: Sequence[str]) -> Hosts:
-        """Return the hosts of ranks with these identities, equal on one host, and names of hosts; both by rank."""
+    def of(cls, identities: Sequence[str], names: Sequence[str], cores: Sequence[int] = ()) -> Hosts:
+        """Return the hosts of ranks with these identities, equal on one host, names of hosts, and numbers of cores that
+        they may run on, if known; all by rank.
+        """
         members: dict[str, list[int]] = {}
         for rank, identity in enumerate(identities):
             members.setdefault(identity, []).append(rank)
-        return cls(tuple(map(tuple, members.values())), tuple(names[ranks[0]] for ranks in members.values()))
+        is_roomy = bool(cores) and all(cores[p] >= 2 * len(ranks) for ranks in members.values() for p in ranks)
+        return cls(tuple(map(tuple, members.values())), tuple(names[ranks[0]] for ranks in members.values()), is_roomy)
 
     @cached_property
     def places(self) -> tuple[tuple[int, int], ...]:
