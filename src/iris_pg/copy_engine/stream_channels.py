@@ -296,8 +296,7 @@ class StreamChannels:
         while queue.waiting:
             transfer = queue.waiting.popleft()
             transfer.error = error
-            if transfer.is_told:
-                transfer.is_told.set()
+            transfer.is_told.set()
 
     def _queue(self, to_rank: int, channel: int) -> _Queue:
         with self._lock:
