@@ -119,9 +119,10 @@ def tries_again(rank, world):
         rank_pool.current_store.wait(["here 0", "here 2"])  # else one might come to the next try of the other
         kind, text, _ = told(lambda: init(0.5))
         assert kind == DeadlineError.__name__, text
+        rank_pool.current_store.set(f"gave up {rank}", "")
         dist.distributed_c10d._world.group_count = 0
     else:
-        time.sleep(1)
+        rank_pool.current_store.wait(["gave up 0", "gave up 2"])
     init(20)
     gather(8)
 

@@ -171,7 +171,8 @@ def test_partial_sums_are_not_rounded(ranks):
 
 
 def adds_a_piece_and_a_little(rank, world, letters):
-    with world_group(rank, world, letters):
+    sizes = dict(CROWDED_PIECE_BYTES=folds.IN_PLACE_BYTES, CROWDED_SLICE_BYTES=folds.SLICE_BYTES)
+    with world_group(rank, world, letters), mock.patch.multiple(folds, **sizes):
         n = folds.IN_PLACE_BYTES // 4 + 1001
         assert folds.IN_PLACE_BYTES // 2 >= 2 * folds.SLICE_BYTES >= 2 * wire.LARGE_BYTES
         whole = torch.arange(n) % 251

@@ -45,6 +45,9 @@ IN_PLACE_BYTES = 16 << 20
 SLICE_BYTES = 2 << 20
 """Of a rank's part of a piece, what crosses in one message: it is combined while others are on their way."""
 
+CROWDED_PIECE_BYTES, CROWDED_SLICE_BYTES = 64 << 20, 8 << 20
+"""The same where cores are few, and nothing runs beside anything: then what takes the least CPU time is the fastest."""
+
 DIRECT_BYTES = 64 << 10
 """Operands of at least this size are read where they are; smaller ones are packed, for one operation in the host."""
 
@@ -117,20 +120,21 @@ def all_reduce(hosts: Hosts, rank: int, name: str, op: str, dtype: str, source: 
         return _all_reduce_whole(plan, hosts, rank, name, e, source, result)
     # With many hosts pieces are larger, so that what each exchanges with each is not too small.
     least = AT_ONCE_BYTES * hosts.count * max(map(len, hosts.members))
-    usual = PIECE_BYTES if e.is_converted else IN_PLACE_BYTES
+    usual, slice_bytes = PIECE_BYTES if e.is_converted else IN_PLACE_BYTES, SLICE_BYTES
+    has_neighbours = min(map(len, hosts.members)) > 1  # whose operands lie where what arrives may go
+    if hosts.count == 2 and has_neighbours and not e.is_converted and not hosts.is_roomy:
+        usual, slice_bytes = CROWDED_PIECE_BYTES, CROWDED_SLICE_BYTES
     numel, step = source.nbytes // e.size, max(usual, least) // e.wide_size
     pieces: list[list[list[Step]]] = []
     for c, first in enumerate(range(0, numel, step)):
         shards = _Shards(hosts, min(step, numel - first))
         operand, into = (span.part(first * e.size, shards.numel * e.size) for span in (source, result))
-        pieces.append(_all_reduce_piece(plan, rank, name, e, shards, operand, into, c % 2))
+        pieces.append(_all_reduce_piece(plan, rank, name, e, shards, operand, into, c % 2, slice_bytes))
     plan.in_turn(pieces)
     return plan
 
 
-def _all_reduce_whole(
-    plan: Plan, hosts: Hosts, rank: int, name: str, e: _Elements, source: Span, result: Span
-) -> Plan:
+def _all_reduce_whole(plan: Plan, hosts: Hosts, rank: int, name: str, e: _Elements, source: Span, result: Span) -> Plan:
     """Return the plan of a small one: every rank has its host's partial result, and gets those of other hosts from its
     counterparts.
     """
@@ -157,12 +161,21 @@ def _all_reduce_whole(
 
 
 def _all_reduce_piece(
-    plan: Plan, rank: int, name: str, e: _Elements, shards: _Shards, operand: Span, into: Span, turn: int
+    plan: Plan,
+    rank: int,
+    name: str,
+    e: _Elements,
+    shards: _Shards,
+    operand: Span,
+    into: Span,
+    turn: int,
+    slice_bytes: int,
 ) -> list[list[Step]]:
     """Return the stages of one piece: reduce within the host; combine with other hosts; gather within the host.
 
     Args:
         turn: of the temporary buffers; those of the piece before are still in use.
+        slice_bytes: least size of what crosses in one message, of a large shard.
     """
     hosts = shards.hosts
     (host, index), others = hosts.places[rank], hosts.others(hosts.places[rank][0])
@@ -171,7 +184,7 @@ def _all_reduce_piece(
     at_once = hosts.count == 2 or shards.numel * e.wide_size <= AT_ONCE_BYTES * shards.count
 
     # Large shards cross in slices: one is combined while others are on their way.
-    slices = max(shards.numel // shards.count * e.wide_size // SLICE_BYTES, 1) if at_once else 1
+    slices = max(shards.numel // shards.count * e.wide_size // slice_bytes, 1) if at_once else 1
 
     def cut(shard: int, part: int, k: int) -> tuple[int, int]:
         """Return the elements, from the first of this rank on, of a slice of a host's part of a shard."""
