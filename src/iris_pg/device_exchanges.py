@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from iris_pg.collectives.flow import Flow, Part
 from iris_pg.device_copies import Prepared
 from iris_pg.device_operation import DeviceOperation
 from iris_pg.device_page import DevicePage
@@ -95,6 +96,7 @@ class DeviceExchanges:
         self.comm_sms = comm_sms
         self._slot_bytes = slot_bytes_for(self.world)
         self._word = page.address_of_word(0)
+        self._met = torch.zeros(1 + self.world, dtype=torch.int64, device=device)  # what goes and comes in a barrier
         self._tensors: SymmetricHeap | None = None
         self.kernels: DeviceKernels | None = None
         self._prepared: OrderedDict[Hashable, PreparedExchanges] = OrderedDict()
@@ -114,6 +116,17 @@ class DeviceExchanges:
         sizes = (self._slot_bytes, self.comm_sms, last_resort_s(timeout_s), self.device)
         self.kernels = DeviceKernels(self.rank, self.world, heap.bases, heap.areas, *sizes)
         return self.kernels
+
+    @property
+    def barrier_buffers(self) -> tuple[tuple[str, str], tuple[int, int]]:
+        """Names and addresses of the buffers of :meth:`barrier_flow`."""
+        return ("in", "out"), (self._met.data_ptr(), self._met.data_ptr() + 8)
+
+    def barrier_flow(self, key: Hashable, local: Any) -> Flow:
+        """Return this rank's side of a barrier: 8 bytes to and from every peer, which are not looked at."""
+        peers = [(self.rank + k) % self.world for k in range(1, self.world)]
+        sends = tuple(Part(p, 8, Ref(self.rank, "in", 0)) for p in peers)
+        return Flow("barrier", sends, tuple(Part(p, 8, Ref(self.rank, "out", 8 * p)) for p in peers), to_all=True)
 
     def operation(self, what: DeviceOperation) -> PreparedExchanges:
         """Return an operation, ready.

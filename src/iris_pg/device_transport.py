@@ -327,17 +327,18 @@ class DeviceTransport(DeviceMessages):
     def barrier(self, asynchronous: bool = False) -> StreamWork:
         """Return the work of a barrier: done when every rank's stream has come to it; its ``wait`` waits on the host.
 
-        Both rounds at once, and not in turn as on CPUs: a captured barrier is the same at every replay.
+        Where there are kernels a word goes from every rank to every other, in one launch. Else it is flags alone, both
+        rounds at once, and not in turn as on CPUs: a captured barrier is the same at every replay.
         """
 
         def both(s: Setting) -> Program:
             return barrier(s, 0).then(barrier(s, 1))
 
-        def flow(key: Key, local: Any) -> Flow:
-            return Flow("barrier")
-
         captures = torch.cuda.is_current_stream_capturing()
-        what = DeviceOperation(BARRIER, None, flow, (), ())
+        if self._exchanges:
+            what = DeviceOperation(BARRIER, None, self._exchanges.barrier_flow, *self._exchanges.barrier_buffers)
+            return self.perform(what, [], asynchronous, blocks=not captures)
+        what = DeviceOperation(BARRIER, None, lambda key, local: Flow("barrier"), (), ())
         return self.perform(what, [], asynchronous, program=both, blocks=not captures)
 
     # Life -------------------------------------------------------------------------------------------------------------
@@ -360,8 +361,8 @@ class DeviceTransport(DeviceMessages):
                 f"group {self.links.group}: rank {self.rank} of {self.world}, CUDA tensors on {self.device}",
                 f"  engine    {self.engine} ({self.reason})",
                 *([f"            {words_of_table()}"] if self._requested == "auto" else []),
-                f"  heap      {self.heap.limit_bytes} bytes a rank for tensors; outputs in it are written by peers "
-                "directly (zero copy)",
+                f"  heap      {self.heap.limit_bytes} bytes a rank for tensors; peers write outputs and read inputs "
+                "in it directly (zero copy)",
                 *([f"  copies    {self._copying}"] if self._copying else []),
                 f"  kernels   at most {self._comm_sms} CTAs each (comm_sms)"
                 + ("" if self._exchanges else ", and only where something is added"),

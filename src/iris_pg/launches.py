@@ -30,11 +30,15 @@ def launches(
     sends = [
         Message(p.peer, address(p.here), p.nbytes, address(p.there) if p.there else 0) for p in flow.sends if p.nbytes
     ]
-    receives = [Message(p.peer, address(p.here), p.nbytes) for p in flow.receives if p.nbytes]
+    receives = [
+        Message(p.peer, address(p.here), p.nbytes, address(p.there) if p.there else 0)
+        for p in flow.receives
+        if p.nbytes
+    ]
     own = (address(flow.own.src), address(flow.own.dst), flow.own.nbytes) if flow.own else (0, 0, 0)
     is_known = flow.to_all or flow.name == "barrier"  # else only the two ranks of a message know its size
     symmetric = is_known and len(sends) == len(receives) == world - 1
-    return [Exchange(sends, receives, own, flow.zero_copy, symmetric=symmetric, is_known=is_known)]
+    return [Exchange(sends, receives, own, flow.zero_copy, flow.pulls, symmetric=symmetric, is_known=is_known)]
 
 
 def _folds(rank: int, world: int, fold: Fold, address: Callable[[Ref], int], one_shot_bytes: int) -> list[Exchange]:

@@ -34,7 +34,7 @@ def uses_kernels(requested: str, op: str, nbytes: int) -> bool:
     """
     if requested != "auto":
         return requested == "cu"
-    return any(op.startswith(kind) and nbytes <= most for kind, most in KERNELS_UP_TO.items())
+    return op == "barrier" or any(op.startswith(kind) and nbytes <= most for kind, most in KERNELS_UP_TO.items())
 
 
 def pair_limit(requested: str, op: str) -> int | None:

@@ -284,8 +284,8 @@ class Transport:
             (
                 f"group {self.links.group}: rank {self.rank} of {self.world}, CPU tensors",
                 f"  engine    {self.engine} ({self.reason})",
-                f"  heap      {self.heap.limit_bytes} bytes a rank for tensors; outputs in it are written by peers "
-                "directly (zero copy)",
+                f"  heap      {self.heap.limit_bytes} bytes a rank for tensors; peers write outputs and read inputs "
+                "in it directly (zero copy)",
                 f"  elsewhere {self._elsewhere()}",
                 f"  {self.mail.explain()}",
             )

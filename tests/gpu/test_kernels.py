@@ -115,16 +115,17 @@ def blank(n, offset=0):
 # Each rank's side of operations, as iris_pg.operations states them; tensors are "in" and "out".
 
 
-def all_gather(rank, world, n, in_heap=False):
+def all_gather(rank, world, n, in_heap=False, from_heap=False):
     peers = [(rank + k) % world for k in range(1, world)]
-    out = "heap" if in_heap else "out"
+    here, out = Ref(rank, "heap" if from_heap else "in", 0), "heap" if in_heap else "out"
     return Flow(
         "all_gather",
-        tuple(Part(p, n, Ref(rank, "in", 0), Ref(p, "heap", rank * n) if in_heap else None) for p in peers),
-        tuple(Part(p, n, Ref(rank, out, p * n)) for p in peers),
-        Copy(Ref(rank, out, rank * n), Ref(rank, "in", 0), n),
+        tuple(Part(p, n, here, Ref(p, "heap", rank * n) if in_heap else None) for p in peers),
+        tuple(Part(p, n, Ref(rank, out, p * n), Ref(p, "heap", 0) if from_heap else None) for p in peers),
+        Copy(Ref(rank, out, rank * n), here, n),
         to_all=True,
         zero_copy=in_heap,
+        pulls=from_heap,
     )
 
 
@@ -225,6 +226,23 @@ def test_all_gather_in_place(ranks):
         ranks.run(flows, [{"in": outputs[r][r * n : (r + 1) * n]} for r in range(world)])
         for r, output in enumerate(outputs):
             assert torch.equal(output, torch.cat(inputs)), f"rank {r}, {n} bytes"
+
+
+@pytest.mark.parametrize("offset", [0, 1], ids="offset{}".format)
+def test_all_gather_out_of_the_heap(ranks, offset):
+    """In turn with one into the heap, which has the same flags."""
+    world = ranks.world
+    for iteration, n in enumerate([(2 << 20) + 16, (3 << 20) + 5, 100]):
+        inputs, into = [data(r, n, iteration) for r in range(world)], ranks.segments[:, ranks.heap :]
+        for pulls in (True, False, True) if world * n <= USER else (True, True):
+            into.fill_(0xEE)
+            for r in range(world):
+                into[r, :n].copy_(inputs[r])
+            outputs = [blank(world * n, offset) if pulls else into[r, : world * n] for r in range(world)]
+            flows = [all_gather(r, world, n, in_heap=not pulls, from_heap=pulls) for r in range(world)]
+            ranks.run(flows, [{"in": inputs[r], "out": outputs[r]} for r in range(world)])
+            for r, output in enumerate(outputs):
+                assert torch.equal(output, torch.cat(inputs)), f"rank {r}, {n} bytes, pulls {pulls}"
 
 
 def test_all_to_all_of_any_sizes(ranks):

@@ -86,6 +86,49 @@ def test_every_operation_gives_what_it_should(ranks, engine, world, n_dtypes, si
     assert len(set(counts)) == 1
 
 
+def gathers_out_of_the_heap(rank, world):
+    """Inputs in the heap that change right behind each call, eager, asynchronous and in a graph."""
+    use_device(rank)
+    heap = dist.group.WORLD.heap_on("cuda")
+    lead = heap.empty(512, dtype=torch.uint8)
+    for n in (1000, (1 << 16) + 16, (5 << 20) + 3):
+        input, output = heap.empty(n, dtype=torch.uint8), torch.empty(world * n, dtype=torch.uint8, device="cuda")
+        index = torch.arange(n, device="cuda")
+
+        def values(p, i, index=index):
+            return ((index * 7 + index // 251 + 31 * p + 13 * i) % 251).to(torch.uint8)
+
+        graph = torch.cuda.CUDAGraph()
+        for i in range(8):
+            output.fill_(0xEE)
+            input.copy_(values(rank, i))
+            if i < 6:
+                work = dist.all_gather_into_tensor(output, input, async_op=i % 2 == 1)
+                if work:
+                    work.wait()
+                if i == 5:
+                    torch.cuda.synchronize()
+                    dist.barrier()
+                    with torch.cuda.graph(graph):
+                        dist.all_gather_into_tensor(output, input)
+            else:
+                graph.replay()
+            input.fill_(0x11)
+            assert torch.equal(output, torch.cat([values(p, i) for p in range(world)])), (n, i)
+        torch.cuda.synchronize()
+        dist.barrier()
+        heap.free(input)
+    heap.free(lead)
+
+
+@pytest.mark.timeout(TIMEOUT_S + 60)
+@pytest.mark.parametrize("engine", ["sdma", "cu", "auto"])
+@pytest.mark.parametrize("world", [2, 4])
+def test_an_input_in_the_heap_is_read_where_it_is(ranks, engine, world):
+    options = dict(engine=engine, device_chunk_bytes=CHUNK_BYTES)
+    ranks(world).run(gathers_out_of_the_heap, options=options, timeout_s=TIMEOUT_S)
+
+
 def exchanges_of_both_engines(rank, world):
     """Little between some ranks and much between others, in one call, in turn with calls that are one or the other."""
     from iris_pg import planner

@@ -144,6 +144,39 @@ def test_a_thousand_times_with_new_data_and_a_late_rank(ranks, world, hostile_se
     ranks(world).run(gathers_for_long, times, options=options, timeout_s=TIMEOUT_S)
 
 
+def gathers_out_of_the_heap(rank, world, sizes):
+    """Inputs in the heap that change right after each call, which so has to have been read by all."""
+    heap = dist.group.WORLD.transport.heap
+    lead = heap.empty(256, dtype=torch.uint8)  # so that the input is not at the start
+    input, offset = heap.empty(max(sizes), dtype=torch.uint8), 3
+    into_heap = heap.empty(world * max(sizes), dtype=torch.uint8)
+    for i, n in enumerate(sizes):
+        mine = input[offset:][: n - offset] if i % 2 else input[:n]
+        n = mine.numel()
+        for turn in range(3):
+            output = into_heap[: world * n] if turn == 1 else torch.empty(world * n, dtype=torch.uint8)
+            mine.copy_(data(rank, n, 1, 3 * i + turn))
+            work = dist.all_gather_into_tensor(output, mine, async_op=turn == 2)
+            if work:
+                work.wait()
+            mine.fill_(0xEE)
+            expected = torch.cat([data(p, n, 1, 3 * i + turn) for p in range(world)])
+            assert torch.equal(output, expected), (n, turn, wrong(output, expected))
+    del lead
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("world", [2, 4])
+def test_an_input_in_the_heap_is_read_where_it_is(ranks, world, engine):
+    sizes = [1 << 16, (1 << 16) + 5, 1000, (1 << 17) + 1 if engine == "cu" else 3 << 20]
+    seed = 5 if world == 4 and engine == "sdma" else None
+    ranks(world).run(
+        gathers_out_of_the_heap,
+        sizes,
+        options=dict(engine=engine, hostile_seed=seed),
+    )
+
+
 def waits_for_a_late_rank(rank, world):
     mine, output = torch.full((3,), rank), torch.empty(3 * world, dtype=torch.int64)
     dist.all_gather_into_tensor(output, mine)

@@ -44,16 +44,21 @@ def peers(rank, world):
     return [(rank + k) % world for k in range(1, world)]
 
 
-def all_gather(sizes, in_place=False, heap=False):
+def all_gather(sizes, in_place=False, heap=False, pulls=False):
     world, out, starts = len(sizes), "heap" if heap else "out", [sum(sizes[:p]) for p in range(len(sizes))]
     made = Operation([])
     for rank, n in enumerate(sizes):
         place = Ref(rank, out, starts[rank])
-        here = place if in_place else Ref(rank, "in", 0)
+        here = place if in_place else Ref(rank, "heap" if pulls else "in", 0)
         sends = [Part(p, n, here, Ref(p, "heap", starts[rank]) if heap else None) for p in peers(rank, world) if n]
-        receives = [Part(p, sizes[p], Ref(rank, out, starts[p])) for p in peers(rank, world) if sizes[p]]
+        receives = [
+            Part(p, sizes[p], Ref(rank, out, starts[p]), Ref(p, "heap", 0) if pulls else None)
+            for p in peers(rank, world)
+            if sizes[p]
+        ]
         own = Copy(place, here, n) if n and not in_place else None
-        made.flows.append(Flow("all_gather", tuple(sends), tuple(receives), own, to_all=True, zero_copy=heap))
+        how = dict(to_all=True, zero_copy=heap, pulls=pulls)
+        made.flows.append(Flow("all_gather", tuple(sends), tuple(receives), own, **how))
         made.writes[rank] = here, n
         made.reads[rank] = [(Ref(rank, out, starts[p]), sizes[p], p, 0) for p in range(world)]
     return made
@@ -215,6 +220,13 @@ def test_zero_copy_all_gather(world):
             prove(all_gather(sizes, in_place, heap=True))
 
 
+@pytest.mark.parametrize("world", WORLDS)
+def test_all_gather_out_of_the_heap(world):
+    for sizes in shapes(world):
+        if any(sizes):
+            prove(all_gather(sizes, pulls=True), all_gather(sizes, heap=True), all_gather(sizes, pulls=True))
+
+
 @pytest.mark.parametrize("heap", [False, True])
 @pytest.mark.parametrize("world", WORLDS)
 def test_broadcast_from_every_root(world, heap):
@@ -273,6 +285,9 @@ def test_several_in_a_row(world, first):
         broadcast(world, 0, 9, heap=True),
         all_gather([CHUNK] * world),
         all_gather(odd, heap=True),
+        all_gather(odd, pulls=True),
+        all_gather([20] * world, pulls=True),
+        broadcast(world, last, 9, heap=True),
         first=first,
         schedules=2,
     )
@@ -291,7 +306,8 @@ def test_random_operations_in_a_row(seed):
             case 0:
                 return all_gather(sizes(), rng.random() < 0.5)
             case 1:
-                return all_gather(sizes(), rng.random() < 0.5, heap=True)
+                way = rng.choice(["heap", "pulls"])
+                return all_gather(sizes(), way == "heap" and rng.random() < 0.5, **{way: True})
             case 2:
                 return broadcast(world, rng.randrange(world), rng.choice([1, 40]), rng.random() < 0.5)
             case 3:
@@ -332,6 +348,7 @@ def test_barriers_order_what_lies_before_and_after(world):
 EXAMPLES = {
     "all_gather": lambda: group([all_gather([2 * CHUNK + 3] * 3), all_gather([5, 0, CHUNK + 1])]),
     "all_gather, zero copy": lambda: group([all_gather([9] * 3, heap=True), all_gather([9] * 3, heap=True)]),
+    "all_gather out of the heap": lambda: group([all_gather([9] * 3, pulls=True), all_gather([9] * 3, pulls=True)]),
     "broadcast": lambda: group([broadcast(3, 1, 2 * CHUNK + 1), broadcast(3, 1, 5), broadcast(3, 0, CHUNK)]),
     "broadcast, zero copy": lambda: group([broadcast(3, 1, 5, heap=True), broadcast(3, 1, 5, heap=True)]),
     "gather": lambda: group([gather(1, [5, 2 * PAIR + 1, 0]), gather(1, [5, 5, 3 * PAIR])]),
@@ -379,19 +396,17 @@ def swapped(steps, index):
     return steps
 
 
+def is_pulled(copy):
+    return copy.src.buffer == "heap" != copy.dst.buffer and copy.src.rank != copy.dst.rank
+
+
 def pair(steps, index, first, second):
     """Return the step and the next one when they are of these kinds, and part of an operation and not of its user."""
     if index + 1 < len(steps) and isinstance(steps[index], first) and isinstance(steps[index + 1], second):
         copy = steps[index] if isinstance(steps[index], Copy) else steps[index + 1]
-        remote = copy.dst.buffer == "heap" and any(
-            s.flag.rank == copy.dst.rank for s in (steps[index + 1],) if second is Signal
-        )
-        if (
-            copy.src.buffer in SLOTS
-            or copy.dst.buffer in SLOTS
-            or copy.dst.buffer == "heap"
-            and (remote or second is Copy)
-        ):
+        end = copy.src if is_pulled(copy) else copy.dst  # of the two, where others look
+        remote = second is Signal and steps[index + 1].flag.rank == end.rank
+        if copy.src.buffer in SLOTS or end.buffer in SLOTS or end.buffer == "heap" and (remote or second is Copy):
             return steps[index], steps[index + 1]
     return None, None
 
@@ -400,6 +415,8 @@ def signal_before_its_copy(programs, steps, index):
     copy, _ = pair(steps, index, Copy, Signal)
     if copy is None:
         return None
+    if is_pulled(copy) and not any(isinstance(s, Copy) and s.src == copy.src for s in steps[index + 1 :]):
+        return None  # nor does it where the input is not written again
     if copy.src.buffer in SLOTS:
         # To give a slot back early does harm only when it is filled again; and not where this rank sends too, as the
         # sender has to wait for that, and so for this rank, before it comes to the slot again.
@@ -523,8 +540,9 @@ def test_a_sender_stages_its_bytes_once_for_all(world):
 
 @pytest.mark.parametrize("world", WORLDS)
 def test_zero_copy_moves_no_byte_twice(world):
-    programs, _ = group([all_gather([24] * world, heap=True)])
-    assert all(p.nbytes_moved() == 24 * world + 24 + 24 * world for p in programs)
+    for way in ("heap", "pulls"):
+        programs, _ = group([all_gather([24] * world, **{way: True})])
+        assert all(p.nbytes_moved() == 24 * world + 24 + 24 * world for p in programs)
 
 
 def test_what_lies_outside_a_slot_is_never_touched():

@@ -6,12 +6,14 @@ import ctypes
 import mmap
 import platform
 import re
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from iris_pg.collectives.flow import Fold, Part
 from iris_pg.copy_engine.reduction import reduce_bytes
+from iris_pg.device_exchanges import DeviceExchanges
 from iris_pg.errors import DeadlineError, UnsupportedError
 from iris_pg.kernels.device import gpu_limits, source_of
 from iris_pg.kernels.engine import Exchange, KernelEngine, Message, area_bytes, reduction_types
@@ -25,7 +27,7 @@ SLOT = 256
 GPUS = [("cuda", 90, 32), ("hip", "gfx942", 64), ("hip", "gfx950", 64)]
 
 
-def gpu_launch(backend, world, nbytes, symmetric, zero_copy=False, reduction=None, address=1 << 30):
+def gpu_launch(backend, world, nbytes, symmetric, zero_copy=False, pulls=False, reduction=None, address=1 << 30):
     """Return what rank 0 launches on a GPU: an all-gather, or a reduce-scatter, or the same without symmetry."""
     limits = gpu_limits(backend.upper(), comm_sms=16)
     launches = Launches(0, world, [1 << 40] * world, 0, 1 << 16, 1 << 16, 4096, 4096, limits)
@@ -34,8 +36,8 @@ def gpu_launch(backend, world, nbytes, symmetric, zero_copy=False, reduction=Non
         sends = [Message(p, address + p * nbytes, nbytes) for p in peers]
     else:
         sends = [Message(p, address, nbytes, (1 << 40) + nbytes) for p in peers]
-    receives = [Message(p, address + p * nbytes, nbytes) for p in peers]
-    exchange = Exchange(sends, receives, (address, address, nbytes), zero_copy, reduction, symmetric)
+    receives = [Message(p, address + p * nbytes, nbytes, (1 << 41) + p * nbytes) for p in peers]
+    exchange = Exchange(sends, receives, (address, address, nbytes), zero_copy, pulls, reduction, symmetric)
     (launch,) = launches.of(exchange, 10**9)
     return launch
 
@@ -46,6 +48,7 @@ LAUNCHES = {
     "exchange_words in pairs": dict(nbytes=4096, symmetric=False),
     "exchange with credits": dict(nbytes=8 << 20, symmetric=False),
     "push": dict(nbytes=8 << 20, symmetric=True, zero_copy=True),
+    "pull": dict(nbytes=8 << 20, symmetric=True, pulls=True),
     "reduce_words": dict(nbytes=4096, symmetric=True, reduction=("avg", "bfloat16")),
     "reduce": dict(nbytes=8 << 20, symmetric=True, reduction=("avg", "bfloat16")),
     "reduce with credits": dict(nbytes=4096, symmetric=False, reduction=("sum", "int64")),
@@ -188,6 +191,21 @@ def test_both_ranks_of_a_message_choose_the_same_kernel_for_it():
     assert {kernel for of_peer in chosen for kernel in of_peer.values()}
 
 
+def test_a_barrier_is_one_launch_that_sends_a_word_to_every_rank():
+    page = SimpleNamespace(heap=SimpleNamespace(rank=1, world=4), address_of_word=lambda number: 0)
+    made = DeviceExchanges(page, torch.device("cpu"), comm_sms=4)
+    names, addresses = made.barrier_buffers
+    bound = dict(zip(names, addresses, strict=True))
+    (exchange,) = launches(1, 4, made.barrier_flow(("barrier",), None), lambda at: bound[at.buffer] + at.offset)
+    limits = gpu_limits("CUDA", comm_sms=16)
+    (launch,) = Launches(1, 4, [1 << 40] * 4, 0, 1 << 16, 1 << 16, 4096, 4096, limits).of(exchange, 10**9)
+    assert (launch.kernel, launch.ctas) == ("exchange_words", 1)
+    assert launch.constants["TO_ALL"] and not launch.constants["IN_PAIRS"]
+    assert [m.peer for m in exchange.sends] == [m.peer for m in exchange.receives] == [2, 3, 0]
+    assert {m.address for m in exchange.sends}.isdisjoint(m.address for m in exchange.receives)
+    assert all(made._met.data_ptr() < m.address < made._met.data_ptr() + made._met.nbytes for m in exchange.receives)
+
+
 def ref(rank):
     return Ref(rank, "in", 0)
 
@@ -207,10 +225,11 @@ def alone(kernel, nbytes):
     source, target = data(0, nbytes), torch.zeros(nbytes, dtype=torch.uint8)
     own = (source.data_ptr(), target.data_ptr(), nbytes)
     reduction = ("sum", "uint8") if kernel.startswith("reduce") else None
-    return Exchange(own=own, zero_copy=kernel == "push", reduction=reduction, symmetric=True), source, target
+    ways = dict(zero_copy=kernel == "push", pulls=kernel == "pull")
+    return Exchange(own=own, **ways, reduction=reduction, symmetric=True), source, target
 
 
-@pytest.mark.parametrize(("kernel", "nbytes"), [("push", 1 << 21), ("exchange", 999), ("reduce", 999)])
+@pytest.mark.parametrize(("kernel", "nbytes"), [("push", 1 << 21), ("pull", 999), ("exchange", 999), ("reduce", 999)])
 def test_a_launch_tells_that_it_is_done(kernel, nbytes):
     from iris_pg.kernels.loader import interpret, kernels
 
@@ -375,6 +394,42 @@ def test_push_writes_outputs_directly():
                 assert torch.equal(output, torch.cat(inputs))
     finally:
         group.close()
+
+
+def test_pull_reads_inputs_directly_in_turn_with_pushes():
+    """They share flags: how many of each there were differs from rank to rank and from pair to pair."""
+    world, group = 3, Group(3)
+    outputs = [torch.zeros(world * 6000, dtype=torch.uint8) for _ in range(world)]
+    kernels = set()
+    try:
+        for iteration in range(6):
+            n = [5, 501, 6000][iteration % 3]
+            inputs = [data(r, n, iteration) for r in range(world)]
+            at = [o.data_ptr() for o in outputs]
+            reader = iteration % world  # it alone pulls, or is pushed to, but for every third time
+
+            def exchange(r, pulls, n=n, inputs=inputs, at=at, reader=reader, everyone=iteration % 3 == 2):
+                readers = range(world) if everyone else [reader]
+                sends = [Message(p, inputs[r].data_ptr(), n, at[p] + r * n) for p in readers if p != r]
+                sources = [p for p in range(world) if p != r and r in readers]
+                receives = [Message(p, at[r] + p * n, n, inputs[p].data_ptr()) for p in sources]
+                own = (inputs[r].data_ptr(), at[r] + r * n, n)
+                return Exchange(sends, receives, own, zero_copy=not pulls, pulls=pulls, symmetric=everyone)
+
+            for pulls in (True, False, True):
+                for output in outputs:
+                    output.zero_()
+                exchanges = [exchange(r, pulls) for r in range(world)]
+                kernels |= {x.kernel for e in exchanges for x in group.engines[0]._launches.of(e, 0)}
+                group.run(exchanges)
+                for r, output in enumerate(outputs):
+                    gets = range(world) if r == reader or iteration % 3 == 2 else [r]
+                    for p in range(world):
+                        part = output[p * n : (p + 1) * n]
+                        assert torch.equal(part, inputs[p] if p in gets else torch.zeros_like(part)), (iteration, r, p)
+    finally:
+        group.close()
+    assert kernels == {"push", "pull"}
 
 
 def test_a_late_peer_is_named_at_the_deadline():

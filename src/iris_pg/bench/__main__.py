@@ -73,7 +73,10 @@ def parser() -> argparse.ArgumentParser:
     )
     p.add_argument("--engine", type=_names(*ENGINES), default="sdma", help="of iris; several by commas (%(default)s)")
     p.add_argument(
-        "--memory", type=_names("ordinary", "heap"), default="ordinary,heap", help="iris outputs (%(default)s)"
+        "--memory",
+        type=_names("ordinary", "heap", "input"),
+        default="ordinary,heap",
+        help="of iris: ordinary, outputs in the heap, or the input there (%(default)s)",
     )
     p.add_argument("--sizes", type=_sizes, default=_SIZES, help="bytes per rank (%(default)s)")
     p.add_argument("--ranks", type=_positive, default=2, help="when no launcher has started them (%(default)s)")

@@ -2,8 +2,9 @@
 
 A contender is named ``iris:ENGINE[:COMM_SMS][:MEMORY]``, ``nccl``, ``nccl:zero-cta`` (its copy engines, on symmetric
 memory) or ``torch:low-contention`` (the all-gather of torch's symmetric memory). ``MEMORY`` is that of an iris output:
-``ordinary``, ``heap``, or ``inplace`` (in the heap, with the input in its place). The last but one and the last cannot
-be in one run, as torch has one kind of symmetric memory in a process.
+``ordinary``, ``heap``, ``inplace`` (in the heap, with the input in its place), or ``input`` (the input in the heap, and
+not the output). ``nccl:zero-cta`` and ``torch:low-contention`` cannot be in one run, as torch has one kind of symmetric
+memory in a process.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from iris_pg.platforms.gpu import platform as gpu
 Tensor = torch.Tensor
 Call = Callable[[], object]
 
-MEMORIES = ("ordinary", "heap", "inplace")
+MEMORIES = ("ordinary", "heap", "inplace", "input")
 PEER_COPY = "peer copy"
 """One copy of "bytes a rank" to the next rank by a copy engine, without flags: the floor of an all-gather of two."""
 
@@ -47,7 +48,7 @@ class Contender(NamedTuple):
 
     def takes(self, operation: Operation) -> bool:
         """Return whether it can do an operation, and does it otherwise than another contender."""
-        if self.memory == "inplace" or self.backend == "torch":
+        if self.memory in ("inplace", "input") or self.backend == "torch":
             return operation.name == "all_gather"
         return operation.uses_heap or self.memory != "heap"
 
@@ -90,6 +91,7 @@ class Field:
         if "nccl" in symmetric:
             _symmetric_memory().set_backend("NCCL")
         self._groups: dict[tuple[Any, ...], Any] = {}
+        self._inputs: dict[int, Tensor] = {}  # in a heap, by the address of the output
         for c in contenders:
             key = self._key(c)
             if key not in self._groups:
@@ -141,6 +143,8 @@ class Field:
         source = input
         if c.memory == "symmetric":
             source = self._symmetric(c, input.numel(), input.dtype)
+        elif c.memory == "input":
+            source = self._inputs[made.data_ptr()] = group.heap_on(self.device).empty(input.numel(), dtype=input.dtype)
         elif c.memory == "inplace":
             source = made.chunk(dist.get_world_size())[dist.get_rank()]
 
@@ -172,9 +176,9 @@ class Field:
         return tensor
 
     def free(self, c: Contender, output: Tensor) -> None:
-        """Give back what the output of a contender takes in a heap. Collective."""
-        if c.memory in ("heap", "inplace"):
-            self.group(c).heap_on(self.device).free(output)
+        """Give back what an output of a contender, or its input, takes in a heap. Collective."""
+        if c.memory in ("heap", "inplace", "input"):
+            self.group(c).heap_on(self.device).free(self._inputs.pop(output.data_ptr(), output))
 
     def peer_copy(self, nbytes: int) -> tuple[Call, Callable[[], None]] | None:
         """Return what copies ``nbytes`` to the next rank, and what gives its memory back; None where no contender has a

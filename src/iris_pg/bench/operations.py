@@ -37,6 +37,10 @@ class Operation:
     in_place: bool = False
     uses_heap: bool = False
 
+    def is_another_case(self, memory: str) -> bool:
+        """Return whether it is done otherwise where "ordinary" tensors, outputs in a "heap", or the "input" there."""
+        return {"ordinary": True, "heap": self.uses_heap, "input": self.name == "all_gather"}[memory]
+
     def numel(self, nbytes: int) -> int:
         """Return the elements of one part of ``nbytes``, at least one."""
         return max(nbytes // self.dtype.itemsize, 1)

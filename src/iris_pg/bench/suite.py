@@ -6,6 +6,7 @@ The default group (gloo) only coordinates: every contender moves its bytes over 
 from __future__ import annotations
 
 import ctypes
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -38,7 +39,7 @@ class Contender:
     Args:
         backend: of torch.distributed.
         engine: of an iris group, else None.
-        memory: "ordinary" tensors, or outputs in the group's symmetric "heap".
+        memory: "ordinary" tensors, outputs in the group's symmetric "heap", or there the "input" alone.
         largest_nbytes: larger sizes are left out, because of ``note``.
         note: shown under the table.
     """
@@ -52,7 +53,7 @@ class Contender:
     @property
     def name(self) -> str:
         """What it is called in the report."""
-        return " ".join(filter(None, (self.backend, self.engine, "heap" if self.memory == "heap" else "")))
+        return " ".join(filter(None, (self.backend, self.engine, self.memory.replace("ordinary", ""))))
 
 
 def contenders(backends: Sequence[str], engines: Sequence[str], memories: Sequence[str]) -> list[Contender]:
@@ -140,23 +141,26 @@ def run_size(
     taking_part = {
         c: g
         for c, g in groups.items()
-        if (c.largest_nbytes is None or nbytes <= c.largest_nbytes) and (operation.uses_heap or c.memory == "ordinary")
+        if (c.largest_nbytes is None or nbytes <= c.largest_nbytes) and operation.is_another_case(c.memory)
     }
-    outputs = {c: _output(c, g, operation.outputs(world) * numel, operation.dtype) for c, g in taking_part.items()}
+    outputs = {
+        c: _made("heap", c, g, operation.outputs(world) * numel, operation.dtype) for c, g in taking_part.items()
+    }
+    inputs = {c: _made("input", c, g, input.numel(), operation.dtype) for c, g in taking_part.items()}
     try:
         one = input[:numel]
         calls: dict[str, Callable[[], object]] = {FLOOR: _copy_call(torch.empty_like(one), one)}
         for c, group in taking_part.items():
-            _check(operation, c, group, outputs[c], data, range(_CHECKS))
-            calls[c.name] = lambda output=outputs[c], group=group: operation.call(output, input, group)  # type: ignore[misc]
+            _check(operation, c, group, outputs[c], inputs[c], data, range(_CHECKS))
+            calls[c.name] = functools.partial(operation.call, outputs[c], inputs[c], group)
         counts = {name: iterations or timing.calls_for(call) for name, call in calls.items()}
         times = timing.measure(calls, rounds, counts)
         for c, group in taking_part.items():
-            _check(operation, c, group, outputs[c], data, range(_CHECKS, 2 * _CHECKS))
+            _check(operation, c, group, outputs[c], inputs[c], data, range(_CHECKS, 2 * _CHECKS))
     finally:
-        for c, output in outputs.items():
-            if c.memory == "heap":
-                groups[c].heap.free(output)
+        for c in taking_part:
+            if c.memory != "ordinary":
+                groups[c].heap.free((outputs if c.memory == "heap" else inputs)[c])
 
     anchor = list(groups)[-1].name
     received = operation.received(numel * operation.dtype.itemsize, world)
@@ -171,8 +175,9 @@ def run_size(
     return [*(row(c, c.name, received) for c in taking_part), row(None, FLOOR, nbytes)]
 
 
-def _output(contender: Contender, group: Any, numel: int, dtype: torch.dtype) -> Tensor:
-    if contender.memory == "heap":
+def _made(which: str, contender: Contender, group: Any, numel: int, dtype: torch.dtype) -> Tensor:
+    """Return a tensor, in the heap if that is ``which`` tensor the contender has there."""
+    if contender.memory == which:
         return group.heap.empty(numel, dtype=dtype)  # type: ignore[no-any-return]
     return torch.empty(numel, dtype=dtype)
 
@@ -185,11 +190,13 @@ def _copy_call(to: Tensor, source: Tensor) -> Callable[[], object]:
     return lambda keep=keep: memmove(*arguments)  # type: ignore[misc]
 
 
-def _check(operation: Operation, c: Contender, group: Any, output: Tensor, data: Data, iterations: range) -> None:
+def _check(
+    operation: Operation, c: Contender, group: Any, output: Tensor, input: Tensor, data: Data, iterations: range
+) -> None:
     rank, world = dist.get_rank(), dist.get_world_size()
     problem = None
     for iteration in iterations:
-        input = data.of(rank, iteration)
+        input.copy_(data.of(rank, iteration))
         if operation.in_place:
             output.copy_(input)
         else:

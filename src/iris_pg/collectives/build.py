@@ -8,7 +8,7 @@ from iris_pg.collectives.flow import Flow, Fold
 from iris_pg.collectives.reduce_scatter import reduce_scatter
 from iris_pg.collectives.setting import Setting
 from iris_pg.collectives.staged import pairwise, spread
-from iris_pg.collectives.zero_copy import push
+from iris_pg.collectives.zero_copy import pull, push
 from iris_pg.program import Program
 
 
@@ -21,6 +21,8 @@ def build(s: Setting, flow: Flow | Fold) -> Program:
         return (direct.reduce_scatter if is_direct else reduce_scatter)(s, flow)
     if flow.zero_copy:
         return push(s, flow)
+    if flow.pulls:
+        return pull(s, flow)
     if not flow.to_all or s.pushes:
         return pairwise(s, flow)
     largest = max((part.nbytes for part in (*flow.sends, *flow.receives)), default=0)

@@ -13,7 +13,7 @@ class Part:
 
     Args:
         here: where they are, or go, at this rank.
-        there: for a zero-copy send, where they go in the peer's memory.
+        there: for a zero-copy send, where they go in the peer's memory; for a receive that pulls, where they are there.
     """
 
     peer: int
@@ -32,6 +32,7 @@ class Flow:
         own: the copy within this rank, if any.
         to_all: every sender sends the same bytes to all its peers, and every rank knows how many.
         zero_copy: the outputs are in the symmetric heap, and every send says where there.
+        pulls: the inputs are in the symmetric heap, and every receive says where there.
     """
 
     name: str
@@ -40,6 +41,7 @@ class Flow:
     own: Copy | None = None
     to_all: bool = False
     zero_copy: bool = False
+    pulls: bool = False
 
     def split(self, most: int) -> tuple[Flow, Flow]:
         """Return two flows of which this one consists: between ranks where no message is larger than ``most`` bytes,

@@ -19,7 +19,9 @@ _NOT_TOLD = (0, 0)  # the last two arguments: the word that the last CTA writes,
 
 @dataclass(frozen=True)
 class Message:
-    """``nbytes`` to or from one peer, at an address here; for a push, ``place`` is its address in the peer's output."""
+    """``nbytes`` to or from one peer, at an address here. ``place`` is its address at the peer: in the output of what
+    is pushed there, in the input of what is pulled from there.
+    """
 
     peer: int
     address: int
@@ -34,13 +36,14 @@ class Exchange:
     With ``reduction`` (op, dtype) what it receives from all peers is as long as its own part, and all is combined into
     the target. When ``symmetric``, all ranks take part and every rank knows how long each message is, so that it needs
     no credit. ``is_known``: every rank knows the longest message, if not all. ``zero_copy``: all outputs are in the
-    symmetric heap, and every message has a ``place``.
+    symmetric heap, and every send has a ``place``. ``pulls``: all inputs are, and every receive has one.
     """
 
     sends: Sequence[Message] = ()
     receives: Sequence[Message] = ()
     own: tuple[int, int, int] = (0, 0, 0)
     zero_copy: bool = False
+    pulls: bool = False
     reduction: tuple[str, str] | None = None
     symmetric: bool = False
     is_known: bool = False
@@ -67,7 +70,7 @@ class Limits:
         ctas: most CTAs of a launch.
         least_bytes: of a message for one CTA, before another one helps.
         words_bytes: largest message that goes in words with their flags.
-        push_bytes: largest message to all that goes through slots though the output is in the heap.
+        push_bytes: largest message to all that goes through slots though the output, or the input, is in the heap.
         push_ctas: most CTAs of a launch that writes into outputs in the heap: a link is full with fewer.
         lanes: of a copy, 8 bytes each; the most.
         reduce_lanes: of a block of all operands, 8 bytes each; the most.
@@ -171,6 +174,8 @@ def _sides(exchange: Exchange, world: int) -> _Sides:
         low, longest, shortest = low | m.address, max(longest, m.nbytes), min(shortest, m.nbytes)
     for m in exchange.receives:
         receives[m.peer], receive_bytes[m.peer] = m.address, m.nbytes
+        if m.place:
+            places[m.peer] = m.place
         low, longest, shortest = low | m.address, max(longest, m.nbytes), min(shortest, m.nbytes)
     sent = {(m.address, m.nbytes) for m in exchange.sends}
     if own_bytes:
@@ -235,13 +240,14 @@ class Launches:
         are_words = self.world > 1 and 0 < sides.longest <= self._words_bytes
         if exchange.symmetric and sides.is_even and are_words:
             return [self._in_words(exchange, sides, how, size, limit_ns)]
-        if exchange.reduction is None and not (exchange.symmetric or exchange.is_known or exchange.zero_copy):
+        is_direct = exchange.zero_copy or exchange.pulls
+        if exchange.reduction is None and not (exchange.symmetric or exchange.is_known or is_direct):
             return [self._of_width(*part, how, limit_ns) for part in self._by_width(exchange, sides)]
         if exchange.reduction is None and are_words:
             return [self._in_pairs(exchange, sides, how, limit_ns, self._word_lanes(sides.longest))]
         is_small = exchange.symmetric and sides.longest <= self.limits.push_bytes
-        if exchange.zero_copy and exchange.reduction is None and not is_small:
-            return [self._push(exchange, sides, how, limit_ns)]
+        if is_direct and exchange.reduction is None and not is_small:
+            return [(self._push if exchange.zero_copy else self._pull)(exchange, sides, how, limit_ns)]
         return [self._in_slots(exchange, sides, how, size, limit_ns)]
 
     def _of_width(self, width: Width | None, exchange: Exchange, how: dict[str, Any], limit_ns: int) -> Launch:
@@ -314,6 +320,17 @@ class Launches:
             *(*exchange.own, own_share, self.flags, self.counters, self.words, self.rank, limit_ns, *_NOT_TOLD),
         )
         return Launch("push", ctas, arguments, how, limits.warps)
+
+    def _pull(self, exchange: Exchange, sides: _Sides, how: dict[str, Any], limit_ns: int) -> Launch:
+        limits = self.limits
+        low = functools.reduce(int.__or__, sides.places, sides.low)
+        how |= dict(LANES=self._lanes, BLOCK=self._block(sides.longest, limits.lanes), WORD=_word(low))
+        ctas, own_share, shares, shares_in = self._shares(exchange, sides, limits.ctas)
+        arguments = (
+            *(self.bases, sides.send_bytes, shares, sides.places, sides.receives, sides.receive_bytes, shares_in),
+            *(*exchange.own, own_share, self.flags, self.counters, self.words, self.rank, limit_ns, *_NOT_TOLD),
+        )
+        return Launch("pull", ctas, arguments, how, limits.warps)
 
     def _in_slots(self, exchange: Exchange, sides: _Sides, how: dict[str, Any], size: int, limit_ns: int) -> Launch:
         limits, reduces = self.limits, exchange.reduction is not None

@@ -15,6 +15,9 @@ from iris_pg.program import Copy, Ref
 from iris_pg.transport import Key
 from iris_pg.work import IrisWork
 
+_PULLED_FROM = 64 << 10  # bytes of an input in the heap; less goes by slots, whose owner need not wait for its readers
+_PULLS = "out of the heap at"
+
 
 class Gathers(Operations):
     """all_gather in all its forms."""
@@ -23,7 +26,8 @@ class Gathers(Operations):
         """Gather every rank's ``input`` [n...] into ``output`` [world * n...] or [world, n...]. See torch.distributed.
 
         Any layout is taken; a contiguous tensor is not copied. In place when ``input`` is this rank's part of
-        ``output``. Zero copy when ``output`` is in the group's heap at the same offset on all ranks.
+        ``output``. Zero copy when ``output``, or an ``input`` of 64 KiB or more, is in the group's heap at the same
+        offset on all ranks.
         """
         return self._gather_into(output, input, is_asynchronous(opts))
 
@@ -43,6 +47,8 @@ class Gathers(Operations):
             arguments.check_overlap("all_gather_into_tensor", target, source, self._rank * n)
         offset = self._offset(target, self._world * n)
         zero_copy = None if offset is None else ("zero copy at", offset)
+        if offset is None and n >= _PULLED_FROM and (offset := self._offset(source, n)) is not None:
+            zero_copy = _PULLS, offset
         key = ("all_gather_into_tensor", n, "bytes a rank", input.dtype, zero_copy)
         after = None if target is output else lambda: copy([(output, target)])
         keep = (source, target)
@@ -52,13 +58,14 @@ class Gathers(Operations):
 
     def _gather_flow(self, key: Key, own_copy: bool) -> Flow:
         op, n, _, _, zero_copy = key
-        offset = zero_copy and zero_copy[1]
+        how, offset = zero_copy or ("", 0)
+        pulls, pushes = how == _PULLS, zero_copy is not None and how != _PULLS
         rank, into, here = self._rank, Ref(self._rank, "out", 0), Ref(self._rank, "in", 0)
-        sends = [Part(p, n, here, None if offset is None else Ref(p, "heap", offset + rank * n)) for p in self._peers]
-        receives = [Part(p, n, into + p * n) for p in self._peers]
+        sends = [Part(p, n, here, Ref(p, "heap", offset + rank * n) if pushes else None) for p in self._peers]
+        receives = [Part(p, n, into + p * n, Ref(p, "heap", offset) if pulls else None) for p in self._peers]
         # Whether this rank gathers in place is not part of what ranks agree on.
         own = Copy(into + rank * n, here, n) if own_copy else None
-        return Flow(op, tuple(sends), tuple(receives), own, to_all=True, zero_copy=offset is not None)
+        return Flow(op, tuple(sends), tuple(receives), own, to_all=True, zero_copy=pushes, pulls=pulls)
 
     def all_gather_single_coalesced(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> IrisWork:
         """Gather several tensors; the work is done when all are. See torch.distributed."""
