@@ -170,13 +170,13 @@ def _sides(exchange: Exchange, world: int) -> _Sides:
     own_source, own_target, own_bytes = exchange.own
     low, longest, shortest = own_source | own_target, own_bytes, own_bytes or 1 << 62
     for m in exchange.sends:
-        sends[m.peer], send_bytes[m.peer], places[m.peer] = m.address, m.nbytes, m.place
+        sends[m.peer], send_bytes[m.peer] = m.address, m.nbytes
         low, longest, shortest = low | m.address, max(longest, m.nbytes), min(shortest, m.nbytes)
     for m in exchange.receives:
         receives[m.peer], receive_bytes[m.peer] = m.address, m.nbytes
-        if m.place:
-            places[m.peer] = m.place
         low, longest, shortest = low | m.address, max(longest, m.nbytes), min(shortest, m.nbytes)
+    for m in exchange.receives if exchange.pulls else exchange.sends:
+        places[m.peer] = m.place
     sent = {(m.address, m.nbytes) for m in exchange.sends}
     if own_bytes:
         sent.add((own_source, own_bytes))
