@@ -113,7 +113,8 @@ def in_a_row(world, *operations, first=0, pushes=False):
     for rank in range(world):
         program = Program(rank, world, ())
         for number, operation in enumerate(operations):
-            s = Setting(rank, world, page, 100 + number, CHUNK, PAIR, (first + number) % SLOTS, pushes=pushes)
+            how = dict(pushes=pushes, tapered_from=PAIR if pushes and (first + number) % 2 else 0)
+            s = Setting(rank, world, page, 100 + number, CHUNK, PAIR, (first + number) % SLOTS, **how)
             part, inputs, outputs = operation(s, number)
             program = program.then(part)
             if pushes:
