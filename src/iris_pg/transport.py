@@ -111,7 +111,9 @@ class Transport:
             hostile = None if options.hostile_seed is None else random.Random(f"{options.hostile_seed}/{self.rank}")
             patience = Patience(timeout_s, self.world, watch.check, watch.describe)
             ring, neighbours = Ring(_RING_BYTES, f"{links.group}/{self.rank}"), self._neighbours
-            reading: dict[str, Any] = dict(read=self._read, pids=neighbours.pids) if neighbours else {}
+            reading: dict[str, Any] = {}
+            if neighbours:
+                reading = dict(read=self._read, pids=neighbours.pids, halved_bytes=neighbours.halved_bytes)
             self.queue = Queue(ring, patience, hostile, on_fault=watch.give_up, **reading)
             self._thread = EngineThread([self.queue], keep_looking=False, name=name)
 
@@ -310,6 +312,8 @@ class Transport:
             if queue and thread:
                 queue.close(failure)
                 thread.close()
+            if self._neighbours:
+                self._neighbours.close()
             if self._kernels:
                 self._kernels.fail(failure)
                 self._kernels.close()

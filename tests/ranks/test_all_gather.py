@@ -5,12 +5,17 @@ from __future__ import annotations
 import itertools
 import os
 import random
+import threading
 import time
 import warnings
 
 import pytest
 import torch
 import torch.distributed as dist
+
+from iris_pg.memory import neighbours
+from iris_pg.options import Options
+from iris_pg.platforms import cpu
 
 ENGINES = ["sdma", "cu"]
 
@@ -101,6 +106,27 @@ def test_every_dtype_size_and_form_is_what_gloo_gathers(ranks, world, small, lar
     counts = ranks(world).run(gathers_all_dtypes, engine, small, large, options=options, timeout_s=TIMEOUT_S)
     assert len(set(counts)) == 1
     assert counts[0] > 500 or engine == "cu"
+
+
+def gathers_by_two_threads(rank, world):
+    made = neighbours.HALVED_BYTES, cpu.usable_cores
+    neighbours.HALVED_BYTES, cpu.usable_cores = 1000, lambda: 2 * world
+    try:
+        group = dist.new_group(backend="iris", pg_options=Options(engine="sdma", direct_bytes=1))
+    finally:
+        neighbours.HALVED_BYTES, cpu.usable_cores = made
+    for iteration in range(4):  # from the third on packets run without Python where they can
+        for n in (999, 1000, 100_001):
+            output = torch.zeros(world * n, dtype=torch.uint8)
+            dist.all_gather_into_tensor(output, data(rank, n, 1, iteration), group=group)
+            assert torch.equal(output, torch.cat([data(p, n, 1, iteration) for p in range(world)])), (n, iteration)
+    readers = [thread.name for thread in threading.enumerate() if " reads" in thread.name]
+    dist.destroy_process_group(group)
+    return len(readers), any(" reads" in thread.name for thread in threading.enumerate())
+
+
+def test_large_tensors_are_read_in_halves_where_there_are_cores(ranks):
+    assert ranks(2).run(gathers_by_two_threads) == [(1, False)] * 2
 
 
 def gathers_for_long(rank, world, iterations):

@@ -70,6 +70,7 @@ class Queue:
         on_trap: called with the context of a TRAP packet.
         read: (rank, dst, src, nbytes) -> copies from the memory of another rank's process, for PULL traps.
         pids: of these processes, by rank; what is seen often then needs no ``read`` unless it fails.
+        halved_bytes: size from which on it needs ``read`` all the same, if any.
         on_fault: called once, with what made the queue failed.
     """
 
@@ -82,6 +83,7 @@ class Queue:
         on_fault: Callable[[BaseException], None] | None = None,
         read: Callable[[int, int, int, int], None] | None = None,
         pids: Sequence[int] = (),
+        halved_bytes: int | None = None,
     ) -> None:
         self.ring, self.patience, self.hostile, self.on_trap, self._read = ring, patience, hostile, on_trap, read
         self._on_fault = on_fault
@@ -98,7 +100,7 @@ class Queue:
         self._load64 = ops.load64
         self._cas, self._spin = {4: ops.cas32, 8: ops.cas64}, ops.spin32
         self._store64, self._native = ops.store64, ops.execute
-        self._traces = Traces(pids)
+        self._traces = Traces(pids, halved_bytes)
         self._execute: dict[type, Callable[..., bool]] = {
             d.CopyLinear: self._copy,
             d.CopySubWindow: self._copy_window,

@@ -31,7 +31,7 @@ class Trace:
         nbytes: length of the run.
     """
 
-    def __init__(self, words: bytes, pids: Sequence[int]) -> None:
+    def __init__(self, words: bytes, pids: Sequence[int], halved_bytes: int | None) -> None:
         self.packets: list[d.Packet | Reduction | Pull] = []
         self.starts: list[int] = []
         self.nbytes = len(words)
@@ -45,7 +45,7 @@ class Trace:
             if type(packet) is d.Nop:
                 nop = at
             else:
-                parts = _native(packet, pids)
+                parts = _native(packet, pids, halved_bytes)
                 self._words.extend(parts)
                 for _ in range(0, len(parts), 4):
                     self.packets.append(packet)
@@ -54,7 +54,7 @@ class Trace:
         self.operations = self._words.buffer_info()[0]
 
 
-def _native(packet: d.Packet | Reduction | Pull, pids: Sequence[int]) -> tuple[int, ...]:
+def _native(packet: d.Packet | Reduction | Pull, pids: Sequence[int], halved_bytes: int | None) -> tuple[int, ...]:
     match packet:
         case d.CopyLinear(dst, src, nbytes):
             return COPY, dst, src, nbytes
@@ -64,7 +64,7 @@ def _native(packet: d.Packet | Reduction | Pull, pids: Sequence[int]) -> tuple[i
             return AWAIT, address, reference, 0
         case d.Atomic(address=address, op=d.Operation.SWAP, operand=operand, width_bytes=8):
             return STORE64, address, operand, 0
-        case Pull(rank, dst, offer, offset, nbytes) if rank < len(pids):
+        case Pull(rank, dst, offer, offset, nbytes) if rank < len(pids) and nbytes < (halved_bytes or nbytes + 1):
             return READ, dst, offer, nbytes, WITH, pids[rank], offset, 0
     return OTHER, 0, 0, 0
 
@@ -74,10 +74,11 @@ class Traces:
 
     Args:
         pids: of the processes whose memory a native operation may read, by rank.
+        halved_bytes: size from which on it may not, if any.
     """
 
-    def __init__(self, pids: Sequence[int] = ()) -> None:
-        self._pids = pids
+    def __init__(self, pids: Sequence[int] = (), halved_bytes: int | None = None) -> None:
+        self._pids, self._halved_bytes = pids, halved_bytes
         self._known: dict[bytes, Trace | None] = {}
 
     def find(self, words: bytes) -> Trace | None:
@@ -93,5 +94,5 @@ class Traces:
                     self._known.clear()
                 self._known[words] = None
                 return None
-            trace = self._known[words] = Trace(words, self._pids)
+            trace = self._known[words] = Trace(words, self._pids, self._halved_bytes)
         return trace

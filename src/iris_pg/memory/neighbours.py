@@ -11,6 +11,7 @@ import ctypes
 import errno
 import os
 import secrets
+from concurrent import futures
 
 import torch
 
@@ -20,6 +21,11 @@ from iris_pg.platforms import cpu
 from iris_pg.platforms.atomics import atomics
 
 _TOKEN_BYTES = 16
+
+HALVED_BYTES = 2 << 20
+"""Reads of at least this size are done by two threads, where there are cores for both. The kernel looks up every page
+of the other process, so one core reads 4 to 5 GB/s: 8 MiB take 1.9 ms, and in halves 1.2.
+"""
 
 
 class Neighbours:
@@ -32,12 +38,15 @@ class Neighbours:
         is_readable: whether every rank can read every other.
         reason: why, in words.
         pids: the processes, by rank.
+        halved_bytes: reads of at least this size are done in halves; None: none are.
     """
 
     def __init__(self, links: Links) -> None:
         self._links = links
         self.pids = [os.getpid() if rank == links.rank else links.pid(rank) for rank in range(links.world)]
         self._read = atomics().read_process
+        self.halved_bytes = HALVED_BYTES if cpu.usable_cores() >= 2 * links.world else None
+        self._helper = futures.ThreadPoolExecutor(1, f"iris_pg {links.group} reads")  # a thread, from the first one on
         token = secrets.token_bytes(_TOKEN_BYTES)
         mine = ctypes.create_string_buffer(token, _TOKEN_BYTES)
         problem = self._unreadable()
@@ -77,6 +86,21 @@ class Neighbours:
         Raises:
             UnsupportedError: that memory cannot be read.
         """
+        if self.halved_bytes is None or nbytes < self.halved_bytes:
+            return self._copy(rank, dst, src, nbytes)
+        half = nbytes // 2
+        second = self._helper.submit(self._copy, rank, dst + half, src + half, nbytes - half)
+        try:
+            is_there = self._copy(rank, dst, src, half)
+        finally:
+            futures.wait([second])  # until then it writes to memory that is the caller's
+        return second.result() and is_there
+
+    def close(self) -> None:
+        """End the thread. Idempotent."""
+        self._helper.shutdown()
+
+    def _copy(self, rank: int, dst: int, src: int, nbytes: int) -> bool:
         pid = self.pids[rank]
         while nbytes:
             got = self._read(pid, dst, src, nbytes)  # at most 2 GiB at a time
