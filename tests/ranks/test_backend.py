@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 import iris_pg
+import rank_pool
 from iris_pg.errors import ArgumentError, DeadlineError, UnsupportedError
 
 SMALL_CHUNKS = dict(chunk_bytes=256)
@@ -430,8 +431,9 @@ def uses_work(rank, world):
             work = dist.all_gather_into_tensor(output, numbers(rank, 100, 2), async_op=True)
             assert not work.is_completed()
             raises(DeadlineError, r"0\.05 s given to wait", work.wait, datetime.timedelta(seconds=0.05))
+            rank_pool.current_store.set("has waited", "")
         else:
-            time.sleep(0.3)
+            rank_pool.current_store.wait(["has waited"])
             work = dist.all_gather_into_tensor(output, numbers(rank, 100, 2), async_op=True)
         deadline = time.monotonic() + 20
         while not work.is_completed() and time.monotonic() < deadline:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import datetime
 import time
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 import fake_gpu
+import rank_pool
 from fake_xio import FakeXio
 
 CHUNK = 1 << 12
@@ -151,16 +153,18 @@ def a_late_rank_is_named(rank, world, signature):
         out, mine = torch.empty(world * 100), values(rank, 100, 0)
         dist.all_gather_into_tensor(out, mine)
         if rank == 1:
-            time.sleep(3)
+            rank_pool.current_store.wait(["seen"])
             with pytest.raises(IrisError):
                 dist.all_gather_into_tensor(out, mine)
         else:
+            dist.group.WORLD.set_timeout(datetime.timedelta(seconds=1))
             work = dist.all_gather_into_tensor(out, mine, async_op=True)
-            deadline = time.monotonic() + 5
+            deadline = time.monotonic() + 15
             with pytest.raises(DeadlineError, match="rank 1 has not begun it"):
                 while time.monotonic() < deadline:
                     work.wait()
                     time.sleep(0.02)
+            rank_pool.current_store.set("seen", "")
             fake_gpu.synchronize()
             queues = dist.group.WORLD._device_transport._queues._queues
             while any(queue.done != queue.told for queue in queues):
@@ -170,4 +174,4 @@ def a_late_rank_is_named(rank, world, signature):
 
 @pytest.mark.parametrize("signature", ["old", "new"])
 def test_a_late_rank_is_named(ranks, signature):
-    ranks(2).run(a_late_rank_is_named, signature, options=dict(engine="sdma"), group_timeout_s=1, timeout_s=60)
+    ranks(2).run(a_late_rank_is_named, signature, options=dict(engine="sdma"), group_timeout_s=20, timeout_s=60)

@@ -25,8 +25,11 @@ ENGINES = ["sdma", "cu"]
 def sleeps_past_the_deadline(rank, world, asynchronous):
     dist.barrier()
     if rank == 1:
-        time.sleep(3)
+        rank_pool.current_store.wait(["seen by 0", "seen by 2"])
+    else:
+        dist.group.WORLD.set_timeout(datetime.timedelta(seconds=1))
     first = told(lambda: gather(8, asynchronous=asynchronous))
+    rank_pool.current_store.set(f"seen by {rank}", "")
     return first, told(lambda: gather(8))
 
 
@@ -34,7 +37,7 @@ def sleeps_past_the_deadline(rank, world, asynchronous):
 @pytest.mark.parametrize("asynchronous", [False, True])
 def test_a_rank_that_misses_the_deadline_is_named(ranks, asynchronous, engine):
     for rank, (first, then) in enumerate(
-        ranks(3).run(sleeps_past_the_deadline, asynchronous, options=dict(engine=engine), group_timeout_s=1)
+        ranks(3).run(sleeps_past_the_deadline, asynchronous, options=dict(engine=engine), group_timeout_s=20)
     ):
         kind, text, seconds = first
         if rank == 1:  # it is the late one: its own call ends with what the others say, or does what is left to do
@@ -42,7 +45,7 @@ def test_a_rank_that_misses_the_deadline_is_named(ranks, asynchronous, engine):
         else:
             assert kind == DeadlineError.__name__, first
             assert "rank 1" in text, text
-            assert 0.9 < seconds < 2.5, seconds
+            assert 0.9 < seconds < 10, seconds  # of 20
             assert then[0] == ClosedError.__name__
             assert "has failed before" in then[1]
             assert "rank 1" in then[1]
@@ -66,15 +69,17 @@ def has_its_own_timeout(rank, world):
     group = dist.group.WORLD
     group.set_timeout(datetime.timedelta(seconds=0.5))
     if rank == 0:
-        return told(lambda: gather(8))
-    time.sleep(1.5)
+        said = told(lambda: gather(8))
+        rank_pool.current_store.set("seen", "")
+        return said
+    rank_pool.current_store.wait(["seen"])
 
 
 def test_set_timeout(ranks):
-    (kind, text, seconds), _ = ranks(2).run(has_its_own_timeout)
+    (kind, text, seconds), _ = ranks(2).run(has_its_own_timeout, group_timeout_s=20)
     assert kind == DeadlineError.__name__
     assert "rank 1 has not begun it" in text
-    assert 0.4 < seconds < 1.4
+    assert 0.4 < seconds < 10  # of 20
 
 
 def comes_too_late(rank, world):
@@ -99,7 +104,7 @@ def test_a_rank_that_does_not_come_to_set_up_is_named_by_all(ranks):
     for kind, text, seconds in ranks(3).run(comes_too_late, init=None)[:2]:
         assert kind == DeadlineError.__name__, text
         assert "rank 2 did not start within 1 s" in text, text
-        assert 0.9 < seconds < 3
+        assert 0.9 < seconds < 10  # of 20
 
 
 def tries_again(rank, world):
@@ -236,11 +241,11 @@ def test_a_rank_that_is_killed_in_set_up_is_named_by_all_others(mortal_ranks, wh
         if when.startswith("before"):
             assert kind == DeadlineError.__name__, text
             assert f"rank {doomed} did not start" in text, text
-            assert 1.9 < seconds < 5
+            assert 1.9 < seconds < 10
         else:
             assert kind == PeerLostError.__name__, text
             assert f"rank {doomed} died" in text, text
-            assert seconds < 5, seconds
+            assert seconds < 10, seconds  # of 20
 
 
 def meets_after_all_that(rank, world):

@@ -172,7 +172,7 @@ def destroys_with_work_outstanding(rank, world, waits_for):
         start = time.monotonic()
         dist.destroy_process_group()
         took = time.monotonic() - start
-        assert took < 2, f"it took {took:.1f} s"
+        assert took < 10, f"it took {took:.1f} s"
         assert work.is_completed()
         assert not work.is_success()
         assert future.done()

@@ -114,7 +114,7 @@ def test_ranks_that_call_differently_are_all_told(ranks, case, engine):
         assert seconds < 10, text  # of 20
         assert then[0] == ClosedError.__name__, then
         assert "has failed before" in then[1]
-        assert then[2] < 1
+        assert then[2] < 10
 
 
 def sees_another_size(rank, world):
@@ -154,7 +154,7 @@ def test_another_dtype_of_the_same_size_is_told_by_the_operation_itself(ranks, a
         for then, then_text, then_seconds in later:
             assert then == ClosedError.__name__, then_text
             assert "has failed before" in then_text and "different operations" in then_text, then_text
-            assert then_seconds < 1
+            assert then_seconds < 10
 
 
 MANY = 36  # operations in flight: more than those of which ranks tell
@@ -231,10 +231,10 @@ def allocates_differently(rank, world):
 
 
 def test_ranks_that_allocate_differently_are_all_told(ranks):
-    for (kind, text, seconds), (second_kind, _, _) in ranks(3).run(allocates_differently, group_timeout_s=2):
+    for (kind, text, seconds), (second_kind, _, _) in ranks(3).run(allocates_differently, group_timeout_s=20):
         assert kind == MismatchError.__name__
         assert all(f"rank {p}: {{'nbytes': {4 * (1000 + p)}" in text for p in range(3)), text
-        assert seconds < 1
+        assert seconds < 10  # of 20
         assert second_kind, "a rank that allocates alone, while another is in a barrier, waits for ever"
 
 

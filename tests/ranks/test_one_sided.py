@@ -219,7 +219,7 @@ def waits_in_vain(rank, world):
                 DeadlineError, match=r"(?s)a transfer to rank 1 on channel 0 waits.*rank=0\].*PollRegMem"
             ):
                 ctx.put(t, 1, wait_flag=flag, wait_value=1)
-            assert 0.9 < time.monotonic() - start < 5
+            assert 2.9 < time.monotonic() - start < 15
             with pytest.raises(ClosedError, match="the queue to rank 1 on channel 0 has failed before"):
                 ctx.put(t, 1)
             ctx.put(t, 0)
@@ -229,7 +229,7 @@ def waits_in_vain(rank, world):
 
 
 def test_a_wait_in_vain_ends_at_the_groups_timeout(ranks):
-    ranks(2).run(waits_in_vain, group_timeout_s=1)
+    ranks(2).run(waits_in_vain, group_timeout_s=3)
 
 
 def is_killed(rank, world):
@@ -259,7 +259,7 @@ def is_killed(rank, world):
 
 
 def test_the_memory_of_a_killed_rank_stays(mortal_ranks):
-    mortal_ranks(2).run(is_killed, may_die=[1], group_timeout_s=1)
+    mortal_ranks(2).run(is_killed, may_die=[1], group_timeout_s=3)
 
 
 # The ranks ------------------------------------------------------------------------------------------------------------

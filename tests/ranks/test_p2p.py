@@ -634,15 +634,15 @@ def test_a_rank_that_is_late_is_named(ranks, what, message):
     assert kind == DeadlineError.__name__, text
     assert re.search(message, text), text
     assert re.search(r"\[group=\w+ rank=0 op=(send|recv)\]$", text), text
-    assert 0.2 < seconds < 1.5
+    assert 0.2 < seconds < 10  # of 20
     kind, text, seconds = two[0]
     assert kind == DeadlineError.__name__, text
     assert re.search(r"(barrier|when another operation failed): it Timed out waiting.*, says rank 0 \[", text), text
-    assert seconds < 1.5
+    assert seconds < 10
     for kind, text, seconds in (*zero[1:], *two[1:]):
         assert kind == ClosedError.__name__, text
         assert "Timed out waiting" in text
-        assert seconds < 0.5
+        assert seconds < 10
     assert [kind for kind, _, _ in one] == [DeadlineError.__name__, *[ClosedError.__name__] * 2], one
 
 
@@ -650,17 +650,18 @@ def is_late_but_in_time(rank, world):
     if rank == 1:
         time.sleep(0.3)
         dist.recv(torch.ones(LARGE // 4), 0)
-        time.sleep(0.3)
+        rank_pool.current_store.wait(["has waited"])
         dist.send(torch.ones(1), 0)
     else:
         group = dist.group.WORLD
-        group.set_timeout(datetime.timedelta(seconds=0.5))
         dist.send(torch.ones(LARGE // 4), 1)
         work = dist.irecv(torch.ones(1), 1)
         with pytest.raises(DeadlineError, match=r"not done within the 0\.1 s given to wait"):
             work.wait(datetime.timedelta(seconds=0.1))
+        rank_pool.current_store.set("has waited", "")
         work.wait()
         # What nobody waits for has no deadline.
+        group.set_timeout(datetime.timedelta(seconds=0.3))
         works = [dist.irecv(torch.ones(1), 1, tag=9), dist.isend(torch.ones(LARGE // 4), 1, tag=9)]
         time.sleep(0.7)
         assert not any(work.is_completed() for work in works)
@@ -698,7 +699,7 @@ def test_a_rank_that_is_killed_is_named(mortal_ranks):
     for (kind, text, seconds), begin in zip(zero[:4], ("recv from", "send to", "recv from", "recv from"), strict=True):
         assert kind == PeerLostError.__name__, text
         assert re.match(rf"{begin} rank 1, tag \d.*: rank 1 has died, or has left the group, before", text), text
-        assert seconds < 5
+        assert seconds < 10  # of 20
     assert "before more than" in zero[3][1]
     for kind, text, _ in zero[4:]:
         assert kind == ClosedError.__name__, text
@@ -754,7 +755,7 @@ def test_receiving_from_any_rank_when_all_are_gone(ranks):
     kind, text, seconds = ranks(3).run(all_others_leave)[0]
     assert kind == PeerLostError.__name__
     assert "recv from any rank, tag 0: rank" in text
-    assert seconds < 3
+    assert seconds < 10
 
 
 def closes_with_messages_outstanding(rank, world):
@@ -770,7 +771,7 @@ def closes_with_messages_outstanding(rank, world):
         start = time.monotonic()
         dist.destroy_process_group()
         thread.join()
-        assert time.monotonic() - start < 1
+        assert time.monotonic() - start < 10
         assert all(f.done() for f in futures)
         assert waiting[0][0] == ClosedError.__name__
         rank_pool.current_store.set("left", "")
