@@ -231,10 +231,10 @@ def allocates_differently(rank, world):
 
 
 def test_ranks_that_allocate_differently_are_all_told(ranks):
-    for (kind, text, seconds), (second_kind, _, _) in ranks(3).run(allocates_differently, group_timeout_s=20):
+    for (kind, text, seconds), (second_kind, _, _) in ranks(3).run(allocates_differently, group_timeout_s=5):
         assert kind == MismatchError.__name__
         assert all(f"rank {p}: {{'nbytes': {4 * (1000 + p)}" in text for p in range(3)), text
-        assert seconds < 10  # of 20
+        assert seconds < 4  # of 5
         assert second_kind, "a rank that allocates alone, while another is in a barrier, waits for ever"
 
 
