@@ -166,7 +166,7 @@ def group(operations, first=0, direct=0, pushes=False):
     return programs, dict(inputs=inputs, outputs=outputs, flags=flags)
 
 
-def prove(*operations, first=0, schedules=4, direct=0, push_schedules=1):
+def prove(*operations, first=0, schedules=2, direct=0, push_schedules=1):
     programs, rest = group(operations, first, direct)
     verify(programs, **rest, schedules=schedules)
     programs, rest = group(operations, first, pushes=True)
