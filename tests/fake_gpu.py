@@ -116,6 +116,19 @@ class FlagCalls:
                 words.store32(op.address, op.value)
 
 
+class Order:
+    """As :class:`iris_pg.platforms.cuda.Event`."""
+
+    def __init__(self):
+        self._event = Event()
+
+    def record(self, raw):
+        self._event.record(Stream.all[raw])
+
+    def wait(self, raw):
+        Stream.all[raw].wait_event(self._event)
+
+
 class SecondStream:
     """As :class:`iris_pg.platforms.cuda.SecondStream`."""
 
@@ -170,7 +183,7 @@ def pretend():
     Stream.current = Stream()
     changes = [
         (cuda, dict(DeviceMemory=Memory, FlagCalls=FlagCalls, SecondStream=SecondStream, copy=copy, write=write)),
-        (cuda, dict(can_reach=lambda device, uuid: True, stream_handle=lambda raw: raw)),
+        (cuda, dict(Event=Order, can_reach=lambda device, uuid: True, stream_handle=lambda raw: raw)),
         (cuda, dict(register=lambda address, nbytes: address, unregister=lambda address: None)),
         (stream_engine, dict(reduction=reduction)),
         (device_work, dict(stream_of=lambda device, raw: Stream.all[raw])),

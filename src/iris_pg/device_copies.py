@@ -13,21 +13,25 @@ import torch
 
 from iris_pg.collectives import message
 from iris_pg.collectives.build import build
+from iris_pg.collectives.flow import Fold, largest_part
 from iris_pg.collectives.setting import Setting
 from iris_pg.copy_engine.calls import fits, with_unit_tags
+from iris_pg.copy_engine.rounds import in_rounds
 from iris_pg.copy_engine.stream import bind, lower
 from iris_pg.device_operation import DeviceOperation
 from iris_pg.device_page import DevicePage
 from iris_pg.device_queues import DeviceQueues
 from iris_pg.flags import MAIL_SLOTS, SLOTS
 from iris_pg.memory.heap import SymmetricHeap
+from iris_pg.planner import all_know_largest
 from iris_pg.platforms.gpu import platform as gpu
-from iris_pg.program import Copy, Copy2D, Program, Ref
+from iris_pg.program import Copy, Copy2D, Program, Ref, Signal, Take
 from iris_pg.watch import Key, tag_of
 
 _PREPARED = 4096  # most operations whose driver calls are kept
 _PROGRAMS = 1024  # most programs that are kept
-_TAPERED, _TAPERED_FROM = ("all_", "reduce_scatter"), 32 << 20  # operations in which all send and receive, and bytes
+_TAPERED_FROM = 32 << 20  # bytes from which pieces get smaller at the end
+_MOVED, _REDUCED = (3, 1), (3, 2, 1)  # and how: what is added takes half as long as on the way, what is copied a fifth
 _LANES_FROM = 4 << 20  # bytes that a rank moves; for less a second stream costs more than it gains
 
 
@@ -38,12 +42,13 @@ class Prepared:
         program: what it does.
         calls: the driver calls.
         end: what follows them; it can say that the operation is done.
+        chunks: slots that it goes through, one after another, as far as all ranks know.
     """
 
-    __slots__ = ("_calls", "_end", "program")
+    __slots__ = ("_calls", "_end", "chunks", "program")
 
-    def __init__(self, program: Program, calls: Sequence[gpu.Launch], end: gpu.FlagCalls) -> None:
-        self.program, self._calls, self._end = program, calls, end
+    def __init__(self, program: Program, calls: Sequence[gpu.Launch], end: gpu.FlagCalls, chunks: int = 1) -> None:
+        self.program, self._calls, self._end, self.chunks = program, calls, end, chunks
 
     def launch(self, stream: Any, number: int | None, after: Callable[[], Any] | None) -> None:
         """Put it on a stream (its handle), which writes ``number``, if there is one, into its lane's word behind it and
@@ -80,8 +85,9 @@ class DeviceCopies:
         self._heap: SymmetricHeap | None = None
         self._tensors: SymmetricHeap | None = None
         self.queues: DeviceQueues | None = None  # for what they can do, where they are
-        self._programs: OrderedDict[Hashable, Program] = OrderedDict()
+        self._programs: OrderedDict[Hashable, tuple[Program, int]] = OrderedDict()
         self._prepared: OrderedDict[Hashable, Prepared] = OrderedDict()
+        self._ahead = 0  # slots that operations went through, beside the first: where one ends the next does not begin
 
     def areas(self, only_messages: bool = False) -> dict[str, int]:
         """Return name -> nbytes of what it takes in the heap."""
@@ -102,25 +108,42 @@ class DeviceCopies:
     ) -> Prepared:
         """Return operation number ``sequence``, ready; ``program`` builds what it does, when its flow does not say.
 
-        While a graph is captured it has one lane, unless others only copy: a graph with waits on parallel branches was
-        seen to hang.
+        While a graph is captured nothing waits beside anything else: a graph with waits on parallel branches was seen
+        to hang.
         """
-        key, local, slot = what.key, what.local, sequence % SLOTS
+        key, local, slot = what.key, what.local, (sequence + self._ahead) % SLOTS
         known: Hashable = (key, local, slot, what.addresses, captures)
         prepared = self._prepared.get(known)
         if prepared is None:
-            made = self._programs.get((key, local, slot))
-            if made is None:
-                setting = self._setting(key, slot)
-                made = program(setting) if program else build(setting, what.flow(key, local))
-                self._programs[key, local, slot] = made
-                if len(self._programs) > _PROGRAMS:
-                    self._programs.popitem(last=False)
+            made, chunks = self._programs.get((key, local, slot)) or self._build(what, slot, program)
             if self.queues and not captures and fits(made):
-                return self._prepare_queues(self.queues, known, made, what.names, what.addresses)
-            lanes = made.nbytes_moved() >= _LANES_FROM and (not captures or _is_free(made))
-            prepared = self._prepare(known, made, what.names, what.addresses, 0, lanes)
+                prepared = self._prepare_queues(self.queues, made, what.names, what.addresses, chunks)
+            else:
+                moving = {step.lane for step in made.steps if not isinstance(step, Signal | Take)}
+                lanes = made.nbytes_moved() >= _LANES_FROM and len(moving) > 1
+                rounds = lanes and captures and not _is_free(made)
+                prepared = self._prepare(made, what.names, what.addresses, 0, lanes, rounds, chunks)
+            self._keep(known, prepared)
+        self._ahead += prepared.chunks - 1
         return prepared
+
+    def _build(
+        self, what: DeviceOperation, slot: int, program: Callable[[Setting], Program] | None
+    ) -> tuple[Program, int]:
+        """Return the program of an operation, and how many slots it goes through as far as all ranks know."""
+        key, local = what.key, what.local
+        if program:
+            made, chunks = program(self._setting(key, slot)), 1
+        else:
+            flow = what.flow(key, local)
+            setting = self._setting(key, slot, isinstance(flow, Fold))
+            made, chunks = build(setting, flow), 1
+            if all_know_largest(str(key[0])):
+                chunks = max(1, len(setting.pieces(largest_part(flow))))
+        self._programs[key, local, slot] = made, chunks
+        if len(self._programs) > _PROGRAMS:
+            self._programs.popitem(last=False)
+        return made, chunks
 
     def send(self, peer: int, tag: int, address: int, nbytes: int, chunks: int, word: int) -> tuple[Prepared, int]:
         """Return a message to ``peer``, ready, and how many chunks it has; ``chunks`` were sent to it before.
@@ -150,10 +173,10 @@ class DeviceCopies:
         prepared = self._prepared.get(known)
         if prepared is None:
             made = program(setting, peer, Ref(self.rank, "tensor", 0), nbytes)
-            prepared = self._prepare(known, made, ("tensor",), (address,), word)
+            prepared = self._keep(known, self._prepare(made, ("tensor",), (address,), word))
         return prepared, len(message.pieces(setting, nbytes))
 
-    def _setting(self, key: Key, slot: int) -> Setting:
+    def _setting(self, key: Key, slot: int, reduces: bool = False) -> Setting:
         return Setting(
             self.rank,
             self.world,
@@ -161,30 +184,34 @@ class DeviceCopies:
             tag=tag_of(key),
             chunk_bytes=self.chunk_bytes,
             pair_bytes=self.pair_bytes,
-            tapered_from=_TAPERED_FROM if str(key[0]).startswith(_TAPERED) else 0,
+            tapered_from=_TAPERED_FROM,
+            taper=_REDUCED if reduces else _MOVED,
             first_slot=slot,
             pushes=True,
         )
 
     def _prepare(
         self,
-        known: Hashable,
         program: Program,
         names: Sequence[str],
         addresses: Sequence[int],
         word: int,
         lanes: bool = False,
+        rounds: bool = False,
+        chunks: int = 1,
     ) -> Prepared:
+        if rounds:
+            program = in_rounds(program)
         actions = lower(program, self._addresses(names, addresses), lanes)
-        calls, end = bind(actions, self.device, self._comm_sms, self._page.address_of_word(word), self._second)
-        return self._keep(known, Prepared(program, calls, end))
+        calls, end = bind(actions, self.device, self._comm_sms, self._page.address_of_word(word), self._second, rounds)
+        return Prepared(program, calls, end, chunks)
 
     def _prepare_queues(
-        self, queues: DeviceQueues, known: Hashable, program: Program, names: Sequence[str], addresses: Sequence[int]
+        self, queues: DeviceQueues, program: Program, names: Sequence[str], addresses: Sequence[int], chunks: int
     ) -> Prepared:
         submit, ops = queues.prepare(program, self._addresses(names, addresses))
         end = gpu.FlagCalls(ops, self._page.address_of_word(0))
-        return self._keep(known, Prepared(with_unit_tags(program), [submit], end))
+        return Prepared(with_unit_tags(program), [submit], end, chunks)
 
     def _keep(self, known: Hashable, prepared: Prepared) -> Prepared:
         self._prepared[known] = prepared

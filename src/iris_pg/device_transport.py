@@ -26,7 +26,7 @@ from typing import Any
 import torch
 
 from iris_pg.collectives.barrier import barrier
-from iris_pg.collectives.flow import Flow, Fold
+from iris_pg.collectives.flow import Flow, Fold, largest_part
 from iris_pg.collectives.setting import Setting
 from iris_pg.device_copies import DeviceCopies, Prepared
 from iris_pg.device_exchanges import (
@@ -280,9 +280,7 @@ class DeviceTransport(DeviceMessages):
             if len(self._uses_kernels) > 4096:
                 self._uses_kernels.clear()
             made = flow(key, local)
-            parts = made.operands if isinstance(made, Fold) else (*made.sends, *made.receives)
-            nbytes = max((part.nbytes for part in parts), default=0)
-            answer = uses_kernels(self._requested, str(key[0]), nbytes)
+            answer = uses_kernels(self._requested, str(key[0]), largest_part(made))
             if isinstance(made, Fold) and not has_reduction(made.op, made.dtype):
                 answer = False
             self._uses_kernels[key] = answer

@@ -195,7 +195,8 @@ class Watchdog:
         """Return the rank that a kernel waits for, or else the one whose flag is the first that is not there."""
         if self._kernels and (waiting := self._kernels.waiting):
             return waiting[0]
-        takes = (step for step in begun.program.steps if isinstance(step, Take))
+        steps, rank = begun.program.steps, self._watch.rank
+        takes = (step for step in steps if isinstance(step, Take) and step.writer != rank)
         return next((step.writer for step in takes if self._page.load(step.flag.offset) == 0), None)
 
     def _lost(self) -> set[int]:

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-KERNELS_UP_TO = {"all_gather": 16 << 20, "broadcast": 4 << 20, "reduce": 16 << 20, "all_reduce": 256 << 20}
+KERNELS_UP_TO = {"all_gather": 16 << 20, "broadcast": 4 << 20, "reduce": 16 << 20, "all_reduce": 32 << 20}
 """On a GPU, "auto": bytes of the largest part of an operation up to which it is kernels, and above which it is copies.
 
 Of two H200s, in a graph, kernels gather 1 MiB in 10 us and 16 MiB in 62 to 81, copies in 23 to 39 and 66 to 99; from
-64 MiB on copies are faster (docs/performance.md). An all_reduce of 256 MiB takes kernels 5 % less. Operations of
-other names are copies, or of :data:`PAIRS_UP_TO`.
+64 MiB on copies are faster (docs/performance.md); an all_reduce of 32 MiB takes kernels 136 us and copies 163 to 175.
+Operations of other names are copies, or of :data:`PAIRS_UP_TO`.
 """
 
 PAIRS_UP_TO = {"all_to_all": 8 << 20, "gather": 8 << 20, "scatter": 8 << 20}
@@ -35,6 +35,11 @@ def uses_kernels(requested: str, op: str, nbytes: int) -> bool:
     if requested != "auto":
         return requested == "cu"
     return op == "barrier" or any(op.startswith(kind) and nbytes <= most for kind, most in KERNELS_UP_TO.items())
+
+
+def all_know_largest(op: str) -> bool:
+    """Return whether all ranks know how many bytes the largest part of an operation has."""
+    return op.startswith(tuple(KERNELS_UP_TO))
 
 
 def pair_limit(requested: str, op: str) -> int | None:

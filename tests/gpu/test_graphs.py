@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from device_data import use_device, values
 
+from iris_pg import device_copies
 from iris_pg.errors import UnsupportedError
 
 pytestmark = [
@@ -126,6 +127,15 @@ def replays_give_what_eager_calls_give(rank, world, replays):
     dist.barrier()
 
 
+def replays_in_rounds(rank, world, replays):
+    """The same with two lanes from the first byte on, which in a graph are rounds (copy_engine/rounds.py)."""
+    before, device_copies._LANES_FROM = device_copies._LANES_FROM, 0
+    try:
+        replays_give_what_eager_calls_give(rank, world, replays)
+    finally:
+        device_copies._LANES_FROM = before
+
+
 def a_first_call_under_capture_says_what_to_do(rank, world):
     use_device(rank)
     group = dist.new_group()
@@ -211,6 +221,13 @@ def test_a_thousand_replays(ranks, engine):
 )
 def test_replays_give_what_eager_calls_give(ranks, engine, world, replays):
     ranks(world).run(replays_give_what_eager_calls_give, replays, options=dict(engine=engine), timeout_s=120)
+
+
+@pytest.mark.timeout(180)
+@pytest.mark.parametrize(("world", "replays"), [(2, 20), (4, 4)])
+def test_replays_in_rounds(ranks, world, replays):
+    options = dict(engine="sdma", device_chunk_bytes=1024 * world)  # 2 KiB a pair: several chunks of each part
+    ranks(world).run(replays_in_rounds, replays, options=options, timeout_s=120)
 
 
 @pytest.mark.parametrize("engine", ["sdma", "cu"])

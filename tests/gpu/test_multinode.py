@@ -5,6 +5,7 @@ NCCL takes a GPU once.
 from __future__ import annotations
 
 import datetime
+import os
 
 import pytest
 import torch
@@ -21,6 +22,7 @@ pytestmark = [
 
 
 def every_operation(rank, world, dtypes, sizes):
+    os.environ["NCCL_RAS_ENABLE"] = "0"  # else a thread of NCCL's, and its sockets, stay with the process
     device = use_device(rank)
     dist.init_process_group(
         "iris",

@@ -34,6 +34,7 @@ from iris_pg.collectives.build import build
 from iris_pg.collectives.flow import Flow, Part
 from iris_pg.collectives.setting import Setting
 from iris_pg.copy_engine import stream
+from iris_pg.copy_engine.rounds import in_rounds
 from iris_pg.errors import DriverError, HeapExhaustedError, UnsupportedError
 from iris_pg.flags import ControlPage
 from iris_pg.memory.heap import SymmetricHeap
@@ -273,7 +274,7 @@ STREAM, SECOND = 0x77, 0x88
 @pytest.fixture
 def engine(runtime, monkeypatch):
     """The stream engine on the HIP platform."""
-    for name in ("FlagCalls", "copy", "copy_2d"):
+    for name in ("Event", "FlagCalls", "copy", "copy_2d"):
         monkeypatch.setattr(stream.gpu, name, getattr(hip_streams, name))
     return runtime
 
@@ -282,8 +283,8 @@ def address(ref):
     return 0x1000 * (ref.rank + 1) + {"in": 0x100000, "heap": 0x200000, "flags": 0x300000}[ref.buffer] + ref.offset
 
 
-def put(program, runtime, second=None, lanes=True, number=None):
-    calls, end = stream.bind(stream.lower(program, address, lanes=lanes), DEVICE, 32, 0x9000, second)
+def put(program, runtime, second=None, lanes=True, number=None, joins=False):
+    calls, end = stream.bind(stream.lower(program, address, lanes=lanes), DEVICE, 32, 0x9000, second, joins)
     runtime.taken()
     for call in calls:
         call(STREAM)
@@ -343,6 +344,56 @@ def test_two_lanes_are_two_streams(engine):
     del second
     gc.collect()
     assert sorted(engine.taken()) == sorted([("hipEventDestroy", forked), ("hipEventDestroy", joined)])
+
+
+def test_rounds_wait_for_what_was_moved_beside(engine):
+    """Of two chunks that come, the first is copied out while the second is sent: no flag is written or awaited before
+    both have ended.
+    """
+    there, out, credit = Ref(1, "heap", 0), Ref(0, "heap", 0), Take(Ref(0, "flags", 192), 1, 4)
+    program = Program(
+        *(0, 2),
+        (
+            Copy(there, Ref(0, "in", 0), 64),
+            Signal(Ref(1, "flags", 0), 5),
+            credit,
+            Copy(there + 64, Ref(0, "in", 64), 32),
+            Take(Ref(0, "flags", 64), 1, 6, 1),
+            Copy(out, Ref(0, "heap", 128), 64, 1),
+            Signal(Ref(1, "flags", 128), 7, 1),
+        ),
+    )
+    second = hip_streams.SecondStream(SECOND)
+    engine.taken()
+    calls = put(in_rounds(program), engine, second, joins=True)
+    assert [(name, args[-1] if "Memcpy" in name else None) for name, *args in calls] == [
+        ("hipMemcpyAsync", STREAM),
+        ("hipStreamWriteValue32", None),
+        *[("hipStreamWaitValue32", None), ("hipStreamWriteValue32", None)] * 2,
+        ("hipEventRecord", None),
+        ("hipStreamWaitEvent", None),
+        ("hipMemcpyAsync", SECOND),
+        ("hipMemcpyAsync", STREAM),
+        ("hipEventRecord", None),
+        ("hipStreamWaitEvent", None),
+        ("hipStreamWriteValue32", None),
+    ]
+
+
+def test_a_rank_orders_its_lanes_by_events(engine):
+    """In one lane they have an order, and nothing is written."""
+    own = Ref(0, "flags", 0)
+    steps = Take(Ref(0, "flags", 64), 0, 1), Signal(own, 5), Take(own, 0, 5, 1), Copy(Ref(0, "heap", 0), own, 8, 1)
+    second = hip_streams.SecondStream(SECOND)
+    engine.taken()
+    calls = put(Program(0, 2, steps), engine, second)
+    assert [(name, *args[:1]) for name, *args in calls[:2]] == [
+        ("hipEventRecord", calls[0][1]),
+        ("hipStreamWaitEvent", SECOND),
+    ]
+    assert calls[2][0::2] == ("hipEventRecord", STREAM) and calls[3][:3] == ("hipStreamWaitEvent", SECOND, calls[2][1])
+    assert [name for name, *_ in calls[4:]] == ["hipMemcpyAsync", "hipEventRecord", "hipStreamWaitEvent"]
+    assert [name for name, *_ in put(Program(0, 2, steps), engine, lanes=False)] == ["hipMemcpyAsync"]
 
 
 def test_a_capture_is_one_chain_and_kernels_are_loaded_beside_it(engine):

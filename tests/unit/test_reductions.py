@@ -16,6 +16,7 @@ from iris_pg.collectives.build import build
 from iris_pg.collectives.flow import Flow, Fold, Part
 from iris_pg.collectives.setting import Setting
 from iris_pg.copy_engine.reduction import reduce_bytes
+from iris_pg.copy_engine.rounds import in_rounds
 from iris_pg.errors import ProgramError
 from iris_pg.flags import CREDIT, LINE, SLOTS, ControlPage
 from iris_pg.program import Copy, Program, Reduce, Ref, Signal, Take
@@ -104,20 +105,26 @@ def joined(rank):
     return Program(rank, rank + 1, steps)
 
 
-def in_a_row(world, *operations, first=0, pushes=False):
+def in_one_lane(program):
+    return replace(program, steps=tuple(replace(step, lane=0) for step in program.steps))
+
+
+def in_a_row(world, *operations, first=0, pushes=False, rounds=False):
     """Return the programs of all ranks that do the operations, and the other arguments of verify. `first` is the slot
-    with which the first operation begins; from one to the next they alternate.
+    with which the first operation begins; from one to the next they alternate. In `rounds` all is in one lane.
     """
     page = ControlPage(world)
     programs, spec = [], {"inputs": [], "outputs": [], "flags": {}}
     for rank in range(world):
         program = Program(rank, world, ())
         for number, operation in enumerate(operations):
-            how = dict(pushes=pushes, tapered_from=PAIR if pushes and (first + number) % 2 else 0)
-            s = Setting(rank, world, page, 100 + number, CHUNK, PAIR, (first + number) % SLOTS, **how)
+            times = 8 if pushes and first else 1  # as large, pieces get smaller at the end
+            how = dict(pushes=pushes, tapered_from=2 * PAIR if times > 1 else 0, taper=(3, 2, 1))
+            sizes = times * CHUNK, times * PAIR
+            s = Setting(rank, world, page, 100 + number, *sizes, (first + number) % SLOTS, **how)
             part, inputs, outputs = operation(s, number)
-            program = program.then(part)
-            if pushes:
+            program = program.then(in_one_lane(in_rounds(part)) if rounds else part)
+            if pushes and not rounds:
                 program = program.then(replace(joined(rank), world=world))
             spec["inputs"] += inputs
             spec["outputs"] += outputs
@@ -143,6 +150,9 @@ def test_every_reduction_is_right(world, in_place):
             for first in range(SLOTS) if world < 5 else [(number + pushes) % SLOTS]:
                 programs, spec = in_a_row(world, operation, first=first, pushes=pushes)
                 verify(programs, **spec, schedules=1)
+                if pushes:
+                    programs, spec = in_a_row(world, operation, first=first, pushes=True, rounds=True)
+                    verify(programs, **spec, schedules=0)
 
 
 @pytest.mark.parametrize("operation", [all_reduce(0), reduce_scatter((0,)), reduce(0)])
@@ -170,9 +180,9 @@ def test_operations_in_a_row_are_right(world, first):
         all_gather(4),
         meet(0),
     ]
-    for pushes in (False, True):
-        programs, spec = in_a_row(world, *row, first=first, pushes=pushes)
-        verify(programs, **spec, schedules=2)
+    for pushes, rounds in ((False, False), (True, False), (True, True)):
+        programs, spec = in_a_row(world, *row, first=first, pushes=pushes, rounds=rounds)
+        verify(programs, **spec, schedules=0 if rounds else 2)
 
 
 OPERATIONS = st.one_of(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from iris_pg.collectives import direct
 from iris_pg.collectives.all_reduce import all_reduce
-from iris_pg.collectives.flow import Flow, Fold
+from iris_pg.collectives.flow import Flow, Fold, largest_part
 from iris_pg.collectives.reduce_scatter import reduce_scatter
 from iris_pg.collectives.setting import Setting
 from iris_pg.collectives.staged import pairwise, spread
@@ -15,7 +15,7 @@ from iris_pg.program import Program
 def build(s: Setting, flow: Flow | Fold) -> Program:
     """Return this rank's program for ``flow``. What is chosen depends on what all ranks know."""
     if isinstance(flow, Fold):
-        is_direct = s.world > 1 and s.is_direct(max((part.nbytes for part in flow.operands), default=0))
+        is_direct = s.world > 1 and s.is_direct(largest_part(flow))
         if flow.to_all:
             return (direct.all_reduce if is_direct else all_reduce)(s, flow)
         return (direct.reduce_scatter if is_direct else reduce_scatter)(s, flow)
@@ -25,5 +25,4 @@ def build(s: Setting, flow: Flow | Fold) -> Program:
         return pull(s, flow)
     if not flow.to_all or s.pushes:
         return pairwise(s, flow)
-    largest = max((part.nbytes for part in (*flow.sends, *flow.receives)), default=0)
-    return direct.spread(s, flow) if s.is_direct(largest) else spread(s, flow)
+    return direct.spread(s, flow) if s.is_direct(largest_part(flow)) else spread(s, flow)

@@ -87,3 +87,9 @@ class Fold:
     operands: tuple[Part, ...]
     result: Ref | None = None
     to_all: bool = False
+
+
+def largest_part(flow: Flow | Fold) -> int:
+    """Return the bytes of the largest message, or operand, of this rank's side; 0 where there is none."""
+    parts = flow.operands if isinstance(flow, Fold) else (*flow.sends, *flow.receives)
+    return max((part.nbytes for part in parts), default=0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -23,8 +24,9 @@ class Setting:
         first_slot: the slot of the first chunk; the same on all ranks.
         direct_bytes: tensors from this size on are read by their readers directly; 0: none are.
         piece_bytes: size of the places in a rank's own memory to which it pulls what it is about to reduce.
-        tapered_from: a last piece of more bytes is cut in two, of which the second is a quarter, so that little is left
-            to be handled when all has come; 0: pieces fill their slots.
+        tapered_from: a last piece of more bytes is cut into smaller and smaller ones, so that little is left to be
+            handled when all has come; 0: pieces fill their slots.
+        taper: into shares of these sizes.
         pushes: slots for pairs lie at their readers, into which writers push; else at the writers, from which readers
             pull. For engines that write a peer's memory faster than they read it, and run lanes side by side: what a
             rank receives is then handled in a lane of its own, beside what it sends.
@@ -40,6 +42,7 @@ class Setting:
     direct_bytes: int = 0
     piece_bytes: int = 1 << 17
     tapered_from: int = 0
+    taper: tuple[int, ...] = (3, 1)
     pushes: bool = False
 
     @property
@@ -58,15 +61,20 @@ class Setting:
 
     def pieces(self, nbytes: int, unit: int = 1) -> list[tuple[int, int]]:
         """Return (start, length) of each piece in which a message of ``nbytes`` goes through slots for pairs: multiples
-        of ``unit`` bytes but for the last. A longer message has no fewer.
+        of ``unit`` bytes but for the last.
         """
         most = min(self.pair_bytes, self.chunk_bytes) // unit * unit
         made = list(chunks(nbytes, most))
         if made and 0 < self.tapered_from < made[-1][1]:
             start, length = made.pop()
-            line = LINE if length > 4 * LINE else unit  # aligned memory moves faster
-            first = -(-3 * length // (4 * line)) * line
-            made += [(start, first), (start + first, length - first)] if first < length else [(start, length)]
+            whole = sum(self.taper)
+            line = LINE if length > 2 * whole * LINE else unit  # aligned memory moves faster
+            before = 0
+            for shares in itertools.accumulate(self.taper):
+                end = min(-(-shares * length // (whole * line)) * line, length)
+                if before < end:
+                    made.append((start + before, end - before))
+                before = end
         return made
 
     def is_direct(self, nbytes: int) -> bool:

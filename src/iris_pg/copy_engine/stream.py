@@ -65,11 +65,20 @@ class Reduction:
     op: str
 
 
-Action: TypeAlias = Flags | Linear | Rectangle | Reduction
+@dataclass(frozen=True)
+class Order:
+    """One lane waits for another of the same rank: at ``flag`` one says how far it has come, or the other waits."""
+
+    flag: int
+    waits: bool
+
+
+Action: TypeAlias = Flags | Linear | Rectangle | Reduction | Order
 
 
 def lower(program: Program, address: Callable[[Ref], int], lanes: bool = True) -> list[tuple[int, Action]]:
     """Return (lane, what a stream does) for ``program``, in its order: flags that follow each other are one action.
+    Flags by which a rank orders its own lanes are no memory: they begin as they end, and one lane has an order.
 
     Args:
         address: Ref -> address, as the GPU sees it.
@@ -80,6 +89,7 @@ def lower(program: Program, address: Callable[[Ref], int], lanes: bool = True) -
     """
     actions: list[tuple[int, Action]] = []
     ops: list[gpu.FlagOp] = []
+    ordered: set[Ref] = set()
     lane = 0
 
     def flush() -> None:
@@ -93,6 +103,17 @@ def lower(program: Program, address: Callable[[Ref], int], lanes: bool = True) -
             flush()
             lane = step.lane
         action: Action
+        if isinstance(step, Signal) and step.flag.rank == program.rank:
+            if lanes:
+                flush()
+                ordered.add(step.flag)
+                actions.append((lane, Order(address(step.flag), False)))
+            continue
+        if isinstance(step, Take) and step.writer == program.rank:
+            if step.flag in ordered:
+                flush()
+                actions.append((lane, Order(address(step.flag), True)))
+            continue
         if isinstance(step, Signal):
             ops.append(gpu.FlagOp(False, address(step.flag), step.tag))
             continue
@@ -118,30 +139,56 @@ def lower(program: Program, address: Callable[[Ref], int], lanes: bool = True) -
 
 
 def bind(
-    actions: list[tuple[int, Action]], device: torch.device, ctas: int, mark: int, second: gpu.SecondStream
+    actions: list[tuple[int, Action]],
+    device: torch.device,
+    ctas: int,
+    mark: int,
+    second: gpu.SecondStream,
+    joins: bool = False,
 ) -> tuple[list[gpu.Launch], gpu.FlagCalls]:
     """Return the driver calls of ``actions``, and the last of them, which may write a word behind everything.
 
-    Lane 0 goes to the stream that they are given, all others to ``second``,
-    which begins after what that stream did before, and which the last call waits for.
+    Lane 0 goes to the stream that they are given, all others to ``second``, which begins after what that stream did
+    before, and which the last call waits for.
 
     Args:
         ctas: most CTAs of a kernel that reduces.
         mark: address of the word.
+        joins: flags of lane 0 wait for what ``second`` was told before: for programs in rounds (rounds.py).
     """
-    if all(lane == 0 for lane, _ in actions):
-        last = actions[-1][1] if actions else None
-        if isinstance(last, Flags):
-            return [_bound(action, device, ctas) for _, action in actions[:-1]], gpu.FlagCalls(last.ops, mark)
-        return [_bound(action, device, ctas) for _, action in actions], gpu.FlagCalls((), mark)
-    calls = [
-        second.beside(_bound(action, device, ctas)) if lane else _bound(action, device, ctas)
-        for lane, action in actions
-    ]
-    return [second.begin, *calls, second.end], gpu.FlagCalls((), mark)
+    lanes = {lane for lane, _ in actions}
+    last = actions[-1][1] if actions else None
+    ops: tuple[gpu.FlagOp, ...] = ()
+    if isinstance(last, Flags):  # behind what both lanes have moved; one call less
+        ops, actions = last.ops, actions[:-1]
+    events: dict[int, gpu.Event] = {}
+
+    def bound(action: Action) -> gpu.Launch:
+        if isinstance(action, Order):
+            if action.flag not in events:
+                events[action.flag] = gpu.Event()
+            event = events[action.flag]
+            return event.wait if action.waits else event.record
+        return _bound(action, device, ctas)
+
+    calls: list[gpu.Launch] = []
+    if not any(lanes):
+        return [bound(action) for _, action in actions], gpu.FlagCalls(ops, mark)
+    is_beside = not joins
+    if is_beside:
+        calls.append(second.begin)
+    for lane, action in actions:
+        if joins and is_beside and isinstance(action, Flags):
+            calls.append(second.end)
+            is_beside = False
+        elif lane and not is_beside:
+            calls.append(second.begin)
+            is_beside = True
+        calls.append(second.beside(bound(action)) if lane else bound(action))
+    return [*calls, second.end] if is_beside else calls, gpu.FlagCalls(ops, mark)
 
 
-def _bound(action: Action, device: torch.device, ctas: int) -> gpu.Launch:
+def _bound(action: Flags | Linear | Rectangle | Reduction, device: torch.device, ctas: int) -> gpu.Launch:
     if isinstance(action, Flags):
         return gpu.FlagCalls(action.ops)
     if isinstance(action, Linear):
@@ -152,4 +199,4 @@ def _bound(action: Action, device: torch.device, ctas: int) -> gpu.Launch:
     return reduction(device, ctas, action.op, action.dtype, action.dst, action.sources, action.nbytes)
 
 
-__all__ = ["Action", "Flags", "Linear", "Rectangle", "Reduction", "bind", "lower"]
+__all__ = ["Action", "Flags", "Linear", "Order", "Rectangle", "Reduction", "bind", "lower"]

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from iris_pg import arguments
-from iris_pg.device_work import StreamWork, raw_stream
+from iris_pg.device_work import End, StreamWork, raw_stream
 from iris_pg.errors import ArgumentError, UnsupportedError
 from iris_pg.multinode.hosts import Hosts
 from iris_pg.multinode.wire import LARGEST_TAG, Wire
@@ -185,9 +185,9 @@ class WireMessages:
 
         if tensor.device.type != "cpu":
             finish()
-            event = torch.cuda.current_stream(tensor.device).record_event()
+            end = End(torch.cuda.current_stream(tensor.device), [])
             raw = raw_stream(tensor.device)
-            return self._coalesced(StreamWork(outputs, tensor.device, raw, event, lambda: self._failure))
+            return self._coalesced(StreamWork(outputs, tensor.device, raw, end, lambda: self._failure))
         return self._coalesced(WireWork(outputs, (tensor, data), finish))
 
 

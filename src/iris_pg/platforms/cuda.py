@@ -384,6 +384,26 @@ def _parameters(ops: Sequence[FlagOp]) -> list[Any]:
     return [parameter(op) for op in ops]
 
 
+class Event:
+    """What a stream has come to, for others to wait for. It may be recorded again: who has been told to wait, waits for
+    what it stood for then.
+    """
+
+    def __init__(self) -> None:
+        untimed = int(_driver().CUevent_flags.CU_EVENT_DISABLE_TIMING)
+        self._event = _call("cuEventCreate", untimed)
+        end = weakref.finalize(self, _destroy_event, self._event, os.getpid())
+        end.atexit = False
+
+    def record(self, stream: Any) -> None:
+        """Let it stand for all that ``stream`` has been told."""
+        _call("cuEventRecord", self._event, stream)
+
+    def wait(self, stream: Any) -> None:
+        """Let ``stream`` wait for it."""
+        _call("cuStreamWaitEvent", stream, self._event, 0)
+
+
 class SecondStream:
     """A stream beside the one of an operation.
 
@@ -392,32 +412,27 @@ class SecondStream:
     """
 
     def __init__(self, raw: int) -> None:
-        driver = _driver()
-        self._stream = driver.CUstream(raw)
-        untimed = int(driver.CUevent_flags.CU_EVENT_DISABLE_TIMING)
-        self._forked, self._joined = events = _call("cuEventCreate", untimed), _call("cuEventCreate", untimed)
-        end = weakref.finalize(self, _destroy_events, events, os.getpid())
-        end.atexit = False
+        self._stream = _driver().CUstream(raw)
+        self._forked, self._joined = Event(), Event()
 
     def begin(self, stream: Any) -> None:
         """Let it wait for what ``stream`` has been told."""
-        _call("cuEventRecord", self._forked, stream)
-        _call("cuStreamWaitEvent", self._stream, self._forked, 0)
+        self._forked.record(stream)
+        self._forked.wait(self._stream)
 
     def end(self, stream: Any) -> None:
         """Let ``stream`` wait for it."""
-        _call("cuEventRecord", self._joined, self._stream)
-        _call("cuStreamWaitEvent", stream, self._joined, 0)
+        self._joined.record(self._stream)
+        self._joined.wait(stream)
 
     def beside(self, launch: Launch) -> Launch:
         """Return what does the same on this stream, whatever stream it is given."""
         return lambda stream: launch(self._stream)
 
 
-def _destroy_events(events: Sequence[Any], process: int) -> None:
+def _destroy_event(event: Any, process: int) -> None:
     if os.getpid() == process:
-        for event in events:
-            _call("cuEventDestroy", event)
+        _call("cuEventDestroy", event)
 
 
 def write(stream: Any, address: int, value: int) -> None:
@@ -431,6 +446,7 @@ def write(stream: Any, address: int, value: int) -> None:
 __all__ = [
     "DeviceMemory",
     "DeviceRange",
+    "Event",
     "FlagCalls",
     "FlagOp",
     "Launch",

@@ -93,6 +93,23 @@ def write(stream: Any, address: int, value: int) -> None:
     h.call("hipStreamWriteValue32", stream, address, value, 0)
 
 
+class Event:
+    """As :class:`iris_pg.platforms.cuda.Event`."""
+
+    def __init__(self) -> None:
+        self._event = h.pointer("hipEventCreateWithFlags", h.DISABLE_TIMING)
+        end = weakref.finalize(self, _destroy_event, self._event, os.getpid())
+        end.atexit = False
+
+    def record(self, stream: Any) -> None:
+        """Let it stand for all that ``stream`` has been told."""
+        h.call("hipEventRecord", self._event, stream)
+
+    def wait(self, stream: Any) -> None:
+        """Let ``stream`` wait for it."""
+        h.call("hipStreamWaitEvent", stream, self._event, 0)
+
+
 class SecondStream:
     """A stream beside the one of an operation.
 
@@ -102,31 +119,26 @@ class SecondStream:
 
     def __init__(self, raw: int) -> None:
         self._stream = raw
-        self._forked, self._joined = events = tuple(
-            h.pointer("hipEventCreateWithFlags", h.DISABLE_TIMING) for _ in range(2)
-        )
-        end = weakref.finalize(self, _destroy_events, events, os.getpid())
-        end.atexit = False
+        self._forked, self._joined = Event(), Event()
 
     def begin(self, stream: Any) -> None:
         """Let it wait for what ``stream`` has been told."""
-        h.call("hipEventRecord", self._forked, stream)
-        h.call("hipStreamWaitEvent", self._stream, self._forked, 0)
+        self._forked.record(stream)
+        self._forked.wait(self._stream)
 
     def end(self, stream: Any) -> None:
         """Let ``stream`` wait for it."""
-        h.call("hipEventRecord", self._joined, self._stream)
-        h.call("hipStreamWaitEvent", stream, self._joined, 0)
+        self._joined.record(self._stream)
+        self._joined.wait(stream)
 
     def beside(self, launch: Launch) -> Launch:
         """Return what does the same on this stream, whatever stream it is given."""
         return lambda stream: launch(self._stream)
 
 
-def _destroy_events(events: Sequence[int], process: int) -> None:
+def _destroy_event(event: int, process: int) -> None:
     if os.getpid() == process:
-        for event in events:
-            h.call("hipEventDestroy", event)
+        h.call("hipEventDestroy", event)
 
 
 # Does it do what it says? ---------------------------------------------------------------------------------------------
@@ -190,4 +202,4 @@ def check(
             )
 
 
-__all__ = ["CHECKED_BYTES", "FlagCalls", "SecondStream", "check", "copy", "copy_2d", "stream_handle", "write"]
+__all__ = ["CHECKED_BYTES", "Event", "FlagCalls", "SecondStream", "check", "copy", "copy_2d", "stream_handle", "write"]
