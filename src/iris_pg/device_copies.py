@@ -32,7 +32,7 @@ _PREPARED = 4096  # most operations whose driver calls are kept
 _PROGRAMS = 1024  # most programs that are kept
 _TAPERED_FROM = 32 << 20  # bytes from which pieces get smaller at the end
 _MOVED, _REDUCED = (3, 1), (3, 2, 1)  # and how: what is added takes half as long as on the way, what is copied a fifth
-_LANES_FROM = 4 << 20  # bytes that a rank moves; for less a second stream costs more than it gains
+_LANES_FROM = 16 << 20  # bytes that a rank moves; for less a second stream costs more than it gains
 
 
 class Prepared:

@@ -8,20 +8,19 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-KERNELS_UP_TO = {"all_gather": 16 << 20, "broadcast": 4 << 20, "reduce": 16 << 20, "all_reduce": 32 << 20}
+KERNELS_UP_TO = {"all_gather": 16 << 20, "broadcast": 16 << 20, "reduce": 32 << 20, "all_reduce": 32 << 20}
 """On a GPU, "auto": bytes of the largest part of an operation up to which it is kernels, and above which it is copies.
 
-Of two H200s, in a graph, kernels gather 1 MiB in 10 us and 16 MiB in 62 to 81, copies in 23 to 39 and 66 to 99; from
-64 MiB on copies are faster (docs/performance.md); an all_reduce of 32 MiB takes kernels 136 us and copies 163 to 175.
-Operations of other names are copies, or of :data:`PAIRS_UP_TO`.
+Of two H200s, in a graph, kernels gather 1 MiB in 10 us and 16 MiB in 74, copies in 36 and 89; from 32 MiB on copies are
+as fast. They reduce 32 MiB in 139 to 144 us, copies in 151 to 157 (docs/performance.md). Operations of other names are
+copies, or of :data:`PAIRS_UP_TO`.
 """
 
-PAIRS_UP_TO = {"all_to_all": 8 << 20, "gather": 8 << 20, "scatter": 8 << 20}
+PAIRS_UP_TO = {"all_to_all": 16 << 20, "gather": 16 << 20, "scatter": 16 << 20}
 """The same of operations whose ranks do not know each other's sizes, and so could not agree on one engine for all:
 bytes of the largest message between two ranks up to which these use kernels, and else copies. One call may be both.
 
-Of two H200s, kernels exchange 4 KiB in 27 us, host and all, and 4 MiB in 36, copies in 47 and 65; 16 MiB take kernels
-106 us and copies 83.
+Of two H200s, in a graph, kernels exchange 16 MiB in 82 us and 32 MiB in 154, copies in 88 and 144.
 """
 
 

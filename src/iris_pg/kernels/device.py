@@ -23,7 +23,10 @@ from iris_pg.platforms.atomics import atomics
 from iris_pg.platforms.compiled import kernel_launch
 
 _NARROW = ("rank",)  # arguments of 32 bits; all others have 64
-_TUPLES = (*("bases", "sends", "send_bytes", "send_shares", "receives", "receive_bytes", "receive_shares", "places"),)
+_TUPLES = (
+    *("bases", "sends", "send_bytes", "send_shares", "receives", "receive_bytes", "receive_shares"),
+    *("here", "nbytes_used", "shares_used", "places", "nbytes_lent", "shares_lent"),
+)
 
 
 def one_shot_bytes(world: int) -> int:
@@ -49,11 +52,14 @@ def gpu_limits(platform: str, comm_sms: int) -> Limits:
         words_bytes=comm_sms * 16384,
         push_bytes=1 << 21,
         push_ctas=min(comm_sms, 16),
-        lanes=4096,
+        direct=(4096, 16),
+        direct_own=(2048, 8),
+        lanes=2048,
         reduce_lanes=8192,
         fits=False,
-        warps=16,
-        chunks=8,
+        warps=8,
+        chunks=2,
+        reduce_chunks=4,
         polls=4096,  # a few milliseconds: a look reads and writes memory of the host, which takes long
         platform=platform,
     )

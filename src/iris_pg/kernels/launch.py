@@ -72,11 +72,14 @@ class Limits:
         words_bytes: largest message that goes in words with their flags.
         push_bytes: largest message to all that goes through slots though the output, or the input, is in the heap.
         push_ctas: most CTAs of a launch that writes into outputs in the heap: a link is full with fewer.
-        lanes: of a copy, 8 bytes each; the most.
+        direct: width of what writes into outputs, or reads out of inputs, in the heap; lanes of 8 bytes.
+        direct_own: the same of what stores an own part with the rest.
+        lanes: of a copy through slots, 8 bytes each; the most.
         reduce_lanes: of a block of all operands, 8 bytes each; the most.
         fits: fewer lanes for less than that; where launches are compiled, each number of lanes is a compilation.
         warps: of a CTA.
         chunks: into how many a CTA cuts its share of a message, so that one can be copied out while another comes.
+        reduce_chunks: the same of what is combined.
         polls: of a flag between two looks at the clock.
         platform: name of the constant of the kernels that says what they run on.
     """
@@ -86,11 +89,14 @@ class Limits:
     words_bytes: int
     push_bytes: int
     push_ctas: int
+    direct: Width
+    direct_own: Width
     lanes: int
     reduce_lanes: int
     fits: bool
     warps: int
     chunks: int
+    reduce_chunks: int
     polls: int
     platform: str
 
@@ -247,7 +253,7 @@ class Launches:
             return [self._in_pairs(exchange, sides, how, limit_ns, self._word_lanes(sides.longest))]
         is_small = exchange.symmetric and sides.longest <= self.limits.push_bytes
         if is_direct and exchange.reduction is None and not is_small:
-            return [(self._push if exchange.zero_copy else self._pull)(exchange, sides, how, limit_ns)]
+            return [self._zero_copy(exchange, sides, how, limit_ns)]
         return [self._in_slots(exchange, sides, how, size, limit_ns)]
 
     def _of_width(self, width: Width | None, exchange: Exchange, how: dict[str, Any], limit_ns: int) -> Launch:
@@ -309,38 +315,31 @@ class Launches:
         messages = (sides.sends, sides.send_bytes, sides.receives, sides.receive_bytes)
         return Launch("exchange_words", ctas, (self.bases, *messages, *exchange.own, *tail), how, warps)
 
-    def _push(self, exchange: Exchange, sides: _Sides, how: dict[str, Any], limit_ns: int) -> Launch:
-        limits = self.limits
+    def _zero_copy(self, exchange: Exchange, sides: _Sides, how: dict[str, Any], limit_ns: int) -> Launch:
+        limits, pulls = self.limits, exchange.pulls
+        lanes, warps = limits.direct_own if not pulls and sides.to_all and exchange.own[2] else limits.direct
         low = functools.reduce(int.__or__, sides.places, sides.low)
-        how |= dict(LANES=self._lanes, BLOCK=self._block(sides.longest, limits.lanes), WORD=_word(low))
-        how["TO_ALL"] = sides.to_all
-        ctas, own_share, shares, shares_in = self._shares(exchange, sides, limits.push_ctas)
+        how |= dict(LANES=self._lanes, BLOCK=self._block(sides.longest, lanes), WORD=_word(low))
+        how |= dict(TO_ALL=sides.to_all and not pulls, PULLS=pulls)
+        ctas, own_share, shares, shares_in = self._shares(exchange, sides, limits.ctas if pulls else limits.push_ctas)
+        sent, received = (sides.sends, sides.send_bytes, shares), (sides.receives, sides.receive_bytes, shares_in)
+        used, lent = (received, sent) if pulls else (sent, received)
         arguments = (
-            *(self.bases, sides.sends, sides.send_bytes, shares, sides.places, sides.receive_bytes, shares_in),
-            *(*exchange.own, own_share, self.flags, self.counters, self.words, self.rank, limit_ns, *_NOT_TOLD),
+            *(self.bases, *used, sides.places, *lent[1:], *exchange.own, own_share),
+            *(self.flags, self.counters, self.words, self.rank, limit_ns, *_NOT_TOLD),
         )
-        return Launch("push", ctas, arguments, how, limits.warps)
-
-    def _pull(self, exchange: Exchange, sides: _Sides, how: dict[str, Any], limit_ns: int) -> Launch:
-        limits = self.limits
-        low = functools.reduce(int.__or__, sides.places, sides.low)
-        how |= dict(LANES=self._lanes, BLOCK=self._block(sides.longest, limits.lanes), WORD=_word(low))
-        ctas, own_share, shares, shares_in = self._shares(exchange, sides, limits.ctas)
-        arguments = (
-            *(self.bases, sides.send_bytes, shares, sides.places, sides.receives, sides.receive_bytes, shares_in),
-            *(*exchange.own, own_share, self.flags, self.counters, self.words, self.rank, limit_ns, *_NOT_TOLD),
-        )
-        return Launch("pull", ctas, arguments, how, limits.warps)
+        return Launch("zero_copy", ctas, arguments, how, warps)
 
     def _in_slots(self, exchange: Exchange, sides: _Sides, how: dict[str, Any], size: int, limit_ns: int) -> Launch:
         limits, reduces = self.limits, exchange.reduction is not None
         lanes = limits.reduce_lanes if reduces else limits.lanes
+        chunks = limits.reduce_chunks if reduces else limits.chunks
         how |= dict(LANES=self._lanes, BLOCK=self._block(sides.longest, lanes), WORD=max(_word(sides.low), size))
-        how |= dict(CREDITS=not exchange.symmetric, CHUNKS=limits.chunks)
+        how |= dict(CREDITS=not exchange.symmetric, CHUNKS=chunks)
         ctas, own_share, shares, shares_in = self._shares(exchange, sides, limits.ctas)
         slots = self.round_slots if exchange.symmetric else self.credit_slots
         tail = (
-            *(*exchange.own, own_share, self._rounds(sides.longest), self.flags, slots, self.slot_bytes),
+            *(*exchange.own, own_share, self._rounds(sides.longest, chunks), self.flags, slots, self.slot_bytes),
             *(self.counters, self.words, self.rank, limits.ctas, limit_ns, *_NOT_TOLD),
         )
         head = (self.bases, sides.sends, sides.send_bytes, shares)
@@ -366,10 +365,9 @@ class Launches:
         """Return how many bytes of a message each of at most ``ctas`` CTAs moves, a multiple of 16."""
         return max((nbytes + ctas * 16 - 1) // (ctas * 16) * 16, self.limits.least_bytes)
 
-    def _rounds(self, nbytes: int) -> int:
-        """Return into how many chunks a CTA cuts its share of a message; a longer message has no fewer."""
+    def _rounds(self, nbytes: int, chunks: int) -> int:
+        """Return into how many chunks, about ``chunks``, a CTA cuts its share; a longer message has no fewer."""
         share = self._share(nbytes, self.limits.ctas)
-        chunks = self.limits.chunks
         cut = min(max((share + chunks * 16 - 1) // (chunks * 16) * 16, self._chunk), self.slot_bytes)
         return -(-min(share, nbytes) // cut)
 

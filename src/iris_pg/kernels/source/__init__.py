@@ -5,8 +5,7 @@ each, so import it from nowhere else.
 =================  ===================================================================================================
 ``exchange``       moves messages between tensors anywhere: a program (CTA) writes chunks of a message into landing
                    slots of the receiver, which copies them out
-``push``           writes messages straight into outputs that lie in the symmetric heap
-``pull``           reads messages straight out of inputs that lie there
+``zero_copy``      writes messages straight into outputs, or reads them out of inputs, that lie in the symmetric heap
 ``reduce``         as ``exchange``, and combines what arrives from all ranks, in the order of ranks
 ``*_words``        the same for small messages: every word travels with its flag, so nothing waits for a fence
 =================  ===================================================================================================
@@ -32,10 +31,9 @@ What all rely on:
 from .exchange import exchange
 from .flags import ABORT, COUNTERS, CUDA, ERROR, FLAGS, HIP, INTERPRETED, LINE, WAITING
 from .move import CHUNK
-from .pull import pull
-from .push import push
 from .reduce import AVG, BAND, BOR, BXOR, MAX, MIN, PRODUCT, SUM, reduce
 from .words import exchange_words, reduce_words
+from .zero_copy import zero_copy
 
 __all__ = [
     "ABORT",
@@ -58,8 +56,7 @@ __all__ = [
     "WAITING",
     "exchange",
     "exchange_words",
-    "pull",
-    "push",
     "reduce",
     "reduce_words",
+    "zero_copy",
 ]
