@@ -54,12 +54,10 @@ def gpu_limits(platform: str, comm_sms: int) -> Limits:
         push_ctas=min(comm_sms, 16),
         direct=(4096, 16),
         direct_own=(2048, 8),
-        lanes=2048,
+        slots=((1 << 19, (2048, 8)), (1 << 62, (4096, 16))),
         reduce_lanes=8192,
         fits=False,
-        warps=8,
-        chunks=2,
-        reduce_chunks=4,
+        chunks=8,
         polls=4096,  # a few milliseconds: a look reads and writes memory of the host, which takes long
         platform=platform,
     )

@@ -31,12 +31,10 @@ _LIMITS = Limits(
     push_ctas=1,
     direct=(16384, 1),
     direct_own=(16384, 1),
-    lanes=16384,
+    slots=((1 << 62, (16384, 1)),),
     reduce_lanes=16384,
     fits=True,
-    warps=1,
     chunks=1,
-    reduce_chunks=1,
     polls=1,
     platform="INTERPRETED",
 )

@@ -13,7 +13,7 @@ from iris_pg.kernels.loader import kernels
 
 WORD_LANES = 4096  # most 32-bit words of a message that a CTA sends with their flags
 _CREDIT_SLOTS, _ROUND_SLOTS, _WORD_SLOTS = 4, 4, 2  # as in the kernels
-Width = tuple[int, int]  # lanes, and warps, of a kernel for words
+Width = tuple[int, int]  # lanes, and warps, of a kernel
 _NOT_TOLD = (0, 0)  # the last two arguments: the word that the last CTA writes, and what it writes there
 
 
@@ -74,12 +74,10 @@ class Limits:
         push_ctas: most CTAs of a launch that writes into outputs in the heap: a link is full with fewer.
         direct: width of what writes into outputs, or reads out of inputs, in the heap; lanes of 8 bytes.
         direct_own: the same of what stores an own part with the rest.
-        lanes: of a copy through slots, 8 bytes each; the most.
+        slots: (most bytes of a CTA's share of a message, width) of what goes through slots, in order; lanes as above.
         reduce_lanes: of a block of all operands, 8 bytes each; the most.
         fits: fewer lanes for less than that; where launches are compiled, each number of lanes is a compilation.
-        warps: of a CTA.
         chunks: into how many a CTA cuts its share of a message, so that one can be copied out while another comes.
-        reduce_chunks: the same of what is combined.
         polls: of a flag between two looks at the clock.
         platform: name of the constant of the kernels that says what they run on.
     """
@@ -91,12 +89,10 @@ class Limits:
     push_ctas: int
     direct: Width
     direct_own: Width
-    lanes: int
+    slots: tuple[tuple[int, Width], ...]
     reduce_lanes: int
     fits: bool
-    warps: int
     chunks: int
-    reduce_chunks: int
     polls: int
     platform: str
 
@@ -332,22 +328,23 @@ class Launches:
 
     def _in_slots(self, exchange: Exchange, sides: _Sides, how: dict[str, Any], size: int, limit_ns: int) -> Launch:
         limits, reduces = self.limits, exchange.reduction is not None
-        lanes = limits.reduce_lanes if reduces else limits.lanes
-        chunks = limits.reduce_chunks if reduces else limits.chunks
+        share = self._share(sides.longest, limits.ctas)
+        lanes, warps = next(width for most, width in limits.slots if share <= most)
+        lanes = limits.reduce_lanes if reduces else lanes
         how |= dict(LANES=self._lanes, BLOCK=self._block(sides.longest, lanes), WORD=max(_word(sides.low), size))
-        how |= dict(CREDITS=not exchange.symmetric, CHUNKS=chunks)
+        how |= dict(CREDITS=not exchange.symmetric, CHUNKS=limits.chunks)
         ctas, own_share, shares, shares_in = self._shares(exchange, sides, limits.ctas)
         slots = self.round_slots if exchange.symmetric else self.credit_slots
         tail = (
-            *(*exchange.own, own_share, self._rounds(sides.longest, chunks), self.flags, slots, self.slot_bytes),
+            *(*exchange.own, own_share, self._rounds(sides.longest), self.flags, slots, self.slot_bytes),
             *(self.counters, self.words, self.rank, limits.ctas, limit_ns, *_NOT_TOLD),
         )
         head = (self.bases, sides.sends, sides.send_bytes, shares)
         if reduces:
-            return Launch("reduce", ctas, (*head, *tail), how, limits.warps)
+            return Launch("reduce", ctas, (*head, *tail), how, warps)
         how["TO_ALL"] = sides.to_all and exchange.own[2] > 0
         arguments = (*head, sides.receives, sides.receive_bytes, shares_in, *tail)
-        return Launch("exchange", ctas, arguments, how, limits.warps)
+        return Launch("exchange", ctas, arguments, how, warps)
 
     def _shares(
         self, exchange: Exchange, sides: _Sides, most: int
@@ -365,9 +362,9 @@ class Launches:
         """Return how many bytes of a message each of at most ``ctas`` CTAs moves, a multiple of 16."""
         return max((nbytes + ctas * 16 - 1) // (ctas * 16) * 16, self.limits.least_bytes)
 
-    def _rounds(self, nbytes: int, chunks: int) -> int:
-        """Return into how many chunks, about ``chunks``, a CTA cuts its share; a longer message has no fewer."""
-        share = self._share(nbytes, self.limits.ctas)
+    def _rounds(self, nbytes: int) -> int:
+        """Return into how many chunks a CTA cuts its share of a message; a longer message has no fewer."""
+        share, chunks = self._share(nbytes, self.limits.ctas), self.limits.chunks
         cut = min(max((share + chunks * 16 - 1) // (chunks * 16) * 16, self._chunk), self.slot_bytes)
         return -(-min(share, nbytes) // cut)
 

@@ -10,7 +10,7 @@ import triton.language as tl
 
 from .flags import at, pick
 
-CHUNK = tl.constexpr(1 << 16)  # least bytes of a chunk, unless a share is shorter
+CHUNK = tl.constexpr(1 << 17)  # least bytes of a chunk, unless a share is shorter
 
 
 @triton.jit
