@@ -4,7 +4,6 @@ float32, and a fused AdamW. Its time is what a user of torch sees of all the res
 
 from __future__ import annotations
 
-import gc
 import time
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -53,48 +52,56 @@ class Block(nn.Module):
 
 
 def steps(contenders: Sequence[str], tokens: Sequence[int], count: int) -> list[Step]:
-    """Time ``count`` steps of each contender that is no comm_sms of another, for each sequence length. Collective."""
+    """Time ``count`` steps of each contender that is no comm_sms of another, for each sequence length. They take turns.
+    Collective.
+    """
     device = torch.device("cuda", torch.cuda.current_device())
     chosen = [c for c in map(parse, contenders) if c.memory in ("ordinary", "heap") and not c.comm_sms]
+    trainings = {c.name: _Training(c, device) for c in chosen}
     found = []
-    for c in chosen:
-        for n in tokens:
-            found.append(_step(c, Field([c], device), n, count))
-            gc.collect()
-            torch.cuda.empty_cache()
+    for n in tokens:
+        times: dict[str, list[float]] = {name: [] for name in trainings}
+        for i in range(_WARM_UP + count):
+            for name, training in trainings.items():
+                slowest: list[float] = [0.0] * dist.get_world_size()
+                dist.all_gather_object(slowest, training.step(n))
+                if i >= _WARM_UP:
+                    times[name].append(max(slowest))
+        found += [Step(name, n, median(t), min(t), max(t)) for name, t in times.items()]
     return found
 
 
-def _step(c: Contender, field: Field, tokens: int, count: int) -> Step:
-    from torch.distributed.device_mesh import DeviceMesh
-    from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+class _Training:
+    """A network over one contender's group, and its optimizer. Collective to make."""
 
-    mesh = DeviceMesh.from_group(field.group(c), "cuda")
-    torch.manual_seed(0)
-    with field.device:
-        net = nn.Sequential(*(Block() for _ in range(BLOCKS)))
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    for module in (*net, net):
-        fully_shard(module, mesh=mesh, mp_policy=policy)
-    for module in net.modules():
-        if isinstance(module, FSDPModule) and c.memory == "heap":
-            module.set_allocate_memory_from_process_group_for_comm(True)
-    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-4, fused=True)
-    x = torch.randn(1, tokens, FEATURES, device=field.device, dtype=torch.bfloat16)
-    times = []
-    for _ in range(_WARM_UP + count):
+    def __init__(self, c: Contender, device: torch.device) -> None:
+        from torch.distributed.device_mesh import DeviceMesh
+        from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+
+        self._field = Field([c], device)
+        mesh = DeviceMesh.from_group(self._field.group(c), "cuda")
+        torch.manual_seed(0)
+        with device:
+            self._net = nn.Sequential(*(Block() for _ in range(BLOCKS)))
+        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+        for module in (*self._net, self._net):
+            fully_shard(module, mesh=mesh, mp_policy=policy)
+        for module in self._net.modules():
+            if isinstance(module, FSDPModule) and c.memory == "heap":
+                module.set_allocate_memory_from_process_group_for_comm(True)
+        self._optimizer = torch.optim.AdamW(self._net.parameters(), lr=1e-4, fused=True)
+
+    def step(self, tokens: int) -> float:
+        """Return the milliseconds of a step with a batch of one."""
+        x = torch.randn(1, tokens, FEATURES, device=self._field.device, dtype=torch.bfloat16)
         dist.barrier()
         torch.cuda.synchronize()
         start = time.perf_counter()
-        net(x).float().pow(2).mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        self._net(x).float().pow(2).mean().backward()
+        self._optimizer.step()
+        self._optimizer.zero_grad()
         torch.cuda.synchronize()
-        times.append((time.perf_counter() - start) * 1e3)
-    slowest: list[list[float]] = [[]] * dist.get_world_size()
-    dist.all_gather_object(slowest, times[_WARM_UP:])
-    of_all = [max(each) for each in zip(*slowest, strict=True)]
-    return Step(c.name, tokens, median(of_all), min(of_all), max(of_all))
+        return (time.perf_counter() - start) * 1e3
 
 
 __all__ = ["Step", "steps"]
