@@ -35,7 +35,13 @@ class MismatchError(IrisError):
 
 
 class DeadlineError(IrisError, TimeoutError):
-    """A wait passed its deadline; the message names the ranks that are late."""
+    """A wait passed its deadline; the message names the ranks that are late.
+
+    Attributes:
+        late: the rank of the group that was waited for, where it is one of another host.
+    """
+
+    late: int | None = None
 
 
 class PeerLostError(IrisError, ConnectionError):

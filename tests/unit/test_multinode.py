@@ -19,6 +19,7 @@ from iris_pg.errors import DeadlineError, MismatchError, UnsupportedError
 from iris_pg.multinode import folds, moves
 from iris_pg.multinode.arithmetic import combine, combine_by_torch, finish
 from iris_pg.multinode.discovery import discover
+from iris_pg.multinode.failures import Failures
 from iris_pg.multinode.hosts import Hosts
 from iris_pg.multinode.plan import Await, Combine, Copy, Exchange, Expect, Finish, Plan, Span, Widen, Within
 from iris_pg.platforms.cpu import usable_cores
@@ -496,3 +497,22 @@ def test_plans_of_512_ranks_fit_together_and_reach_few_peers():
             exchanges = [step for step in plan.steps if isinstance(step, Exchange)]
             peers = {peer for step in exchanges for peer, _ in (*step.sends, *step.receives)}
             assert peers == set(hosts.peers(p)) and len(peers) == hosts.count - 1  # connections: one to each other host
+
+
+def test_a_rank_that_is_late_because_of_another_is_not_blamed_alone():
+    """Ranks 0 and 3 wait for 1, which waits for 2; 4 and 5 wait for each other, and 6 for one that is dead."""
+    failures, told = Failures(dist.HashStore(), "a group"), {}
+
+    def wait_in_vain(rank, late):
+        told[rank] = failures.tell(rank, f"rank {late} is late", "all_reduce", 1, late)
+
+    threads = [
+        threading.Thread(target=wait_in_vain, args=pair) for pair in ((0, 1), (3, 1), (1, 2), (4, 5), (5, 4), (6, 7))
+    ]
+    for thread in threads:
+        thread.start()
+        time.sleep(0.05)
+    for thread in threads:
+        thread.join()
+    assert {rank: told[rank].behind for rank in told} == {0: (2,), 3: (2,), 1: (), 4: (), 5: (), 6: ()}
+    assert told[0].first is None and all(told[rank].first["rank"] == 0 for rank in (1, 3, 4, 5, 6))

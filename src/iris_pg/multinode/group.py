@@ -319,7 +319,11 @@ class HierarchicalProcessGroup(WireMessages, process_group.IrisProcessGroup):
         if "on host" not in text:
             ranks = ", ".join(map(str, self._host_ranks))
             text = f"on host {self.hosts.names[self._host]}, whose ranks 0, 1, ... are {ranks} of the group: {text}"
-        first = self._failures.first(self._rank, text, operation, number)
+        late = error.late if isinstance(error, DeadlineError) else None
+        behind, first = self._failures.tell(self._rank, text, operation, number, late)
+        for rank in behind:
+            text += f"; rank {late} has itself waited for rank {rank} on host {self.hosts.name_of(rank)}"
+            late = rank
         kind: type[IrisError] = type(error) if type(error) in (DeadlineError, MismatchError) else PeerLostError
         if isinstance(error, ArgumentError | UnsupportedError):
             kind = type(error)

@@ -204,10 +204,12 @@ class GlooWire:
             said.partition(". This is typically")[0].strip().splitlines()[0] if said.strip() else type(error).__name__
         )
         if "imed out" in said or "imeout" in said:
-            return DeadlineError(
+            late = DeadlineError(
                 f"{self._named(peer)} did not send, or take, its bytes within {self.timeout_s:g} s: it is late, hangs "
                 f"or is cut off ({said}) {self._where()}"
             )
+            late.late = None if peer == ANY else peer
+            return late
         return self.lost(peer, said)
 
     def lost(self, peer: int, said: str) -> PeerLostError:
