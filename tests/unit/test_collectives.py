@@ -134,12 +134,12 @@ def joined(rank):
     return [Signal(here, 1, 0), Take(here, rank, 1, 1), Signal(there, 1, 1), Take(there, rank, 1, 0)]
 
 
-def group(operations, first=0, direct=0, pushes=False, rounds=False):
+def group(operations, first=0, direct=0, pushes=False, rounds=()):
     """Return the arguments of verify for ``operations`` in a row, and the programs.
 
     Args:
         direct: bytes from which on tensors are read directly; 0: never.
-        rounds: as where nothing may wait beside anything else, in one lane.
+        rounds: ranks on which nothing may wait beside anything else; these have one lane.
     """
     world = len(operations[0].flows)
     page = ControlPage(world)
@@ -154,9 +154,9 @@ def group(operations, first=0, direct=0, pushes=False, rounds=False):
                 here, n = operation.writes[rank]
                 steps.append(Copy(here, Ref(rank, f"fresh{i}", 0), n))
                 inputs.append((Ref(rank, f"fresh{i}", 0), n))
-            join = joined(rank) if pushes and not rounds else []
+            join = joined(rank) if pushes and rank not in rounds else []
             program = build(s, operation.flows[rank])
-            if rounds:
+            if rank in rounds:
                 program = in_rounds(program)
                 program = replace(program, steps=tuple(replace(step, lane=0) for step in program.steps))
             steps += [*join, *program.steps, *join]
@@ -177,8 +177,10 @@ def prove(*operations, first=0, schedules=2, direct=0, push_schedules=1):
     verify(programs, **rest, schedules=schedules)
     programs, rest = group(operations, first, pushes=True)
     verify(programs, **rest, schedules=push_schedules)
-    programs, rest = group(operations, first, pushes=True, rounds=True)
-    verify(programs, **rest, schedules=0)
+    world = len(operations[0].flows)
+    for rounds in (range(world), range(0, world, 2)):
+        programs, rest = group(operations, first, pushes=True, rounds=rounds)
+        verify(programs, **rest, schedules=0)
 
 
 WORLDS = range(1, 9)

@@ -18,9 +18,9 @@ def in_rounds(program: Program) -> Program:
 
     A wait is moved before what was written earlier, and a signal behind what was written later. A rank does not wait
     for a peer while it owes it a signal, but in another lane, and for no more signals than it has sent before: its peer
-    will have sent as many. That programs still end is proved for each collective (:mod:`iris_pg.verify`), with all in
-    one lane. Lanes are ordered by flags alone, so the moves of a round need no order between them; flags by which a
-    rank orders its own lanes are left out.
+    will have sent as many. That programs still end, all of a group's or some, is proved for each collective
+    (:mod:`iris_pg.verify`), with all in one lane. Lanes are ordered by flags alone, so the moves of a round need no
+    order between them; flags by which a rank orders its own lanes are left out.
     """
     steps: list[Step] = []
     takes: list[Take] = []
