@@ -129,22 +129,6 @@ class Order:
         Stream.all[raw].wait_event(self._event)
 
 
-class SecondStream:
-    """As :class:`iris_pg.platforms.cuda.SecondStream`."""
-
-    def __init__(self, raw):
-        self._stream = Stream.all[raw]
-
-    def begin(self, raw):
-        self._stream.wait_stream(Stream.all[raw])
-
-    def end(self, raw):
-        Stream.all[raw].wait_stream(self._stream)
-
-    def beside(self, launch):
-        return lambda raw: launch(self._stream.cuda_stream)
-
-
 def write(raw, address, value):
     Stream.all[raw].submit(lambda: atomics().store32(address, value))
 
@@ -182,7 +166,7 @@ def pretend():
     """Have a GPU, and a default group that uses it, which is destroyed at the end."""
     Stream.current = Stream()
     changes = [
-        (cuda, dict(DeviceMemory=Memory, FlagCalls=FlagCalls, SecondStream=SecondStream, copy=copy, write=write)),
+        (cuda, dict(DeviceMemory=Memory, FlagCalls=FlagCalls, copy=copy, write=write)),
         (cuda, dict(Event=Order, can_reach=lambda device, uuid: True, stream_handle=lambda raw: raw)),
         (cuda, dict(register=lambda address, nbytes: address, unregister=lambda address: None)),
         (stream_engine, dict(reduction=reduction)),

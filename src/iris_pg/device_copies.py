@@ -17,7 +17,7 @@ from iris_pg.collectives.flow import Fold, largest_part
 from iris_pg.collectives.setting import Setting
 from iris_pg.copy_engine.calls import fits, with_unit_tags
 from iris_pg.copy_engine.rounds import in_rounds
-from iris_pg.copy_engine.stream import bind, lower
+from iris_pg.copy_engine.stream import SecondStream, bind, lower
 from iris_pg.device_operation import DeviceOperation
 from iris_pg.device_page import DevicePage
 from iris_pg.device_queues import DeviceQueues
@@ -81,7 +81,7 @@ class DeviceCopies:
         self.chunk_bytes = chunk_bytes
         self.pair_bytes = max(256, 2 * chunk_bytes // max(self.world, 1) // 256 * 256)
         self._page = page
-        self._second = gpu.SecondStream(torch.cuda.Stream(device).cuda_stream)
+        self._second = SecondStream(torch.cuda.Stream(device).cuda_stream)
         self._heap: SymmetricHeap | None = None
         self._tensors: SymmetricHeap | None = None
         self.queues: DeviceQueues | None = None  # for what they can do, where they are

@@ -274,7 +274,7 @@ STREAM, SECOND = 0x77, 0x88
 @pytest.fixture
 def engine(runtime, monkeypatch):
     """The stream engine on the HIP platform."""
-    for name in ("Event", "FlagCalls", "copy", "copy_2d"):
+    for name in ("Event", "FlagCalls", "copy", "copy_2d", "stream_handle"):
         monkeypatch.setattr(stream.gpu, name, getattr(hip_streams, name))
     return runtime
 
@@ -325,7 +325,7 @@ LANES = (
 
 def test_two_lanes_are_two_streams(engine):
     """hipMemcpy2DAsync takes (dst, dpitch, src, spitch, width, height, kind, stream)."""
-    second = hip_streams.SecondStream(SECOND)
+    second = stream.SecondStream(SECOND)
     assert engine.taken() == [("hipEventCreateWithFlags", 2)] * 2
     calls = put(Program(0, 2, LANES), engine, second, number=3)
     forked, joined = calls[0][1], calls[-3][1]
@@ -363,7 +363,7 @@ def test_rounds_wait_for_what_was_moved_beside(engine):
             Signal(Ref(1, "flags", 128), 7, 1),
         ),
     )
-    second = hip_streams.SecondStream(SECOND)
+    second = stream.SecondStream(SECOND)
     engine.taken()
     calls = put(in_rounds(program), engine, second, joins=True)
     assert [(name, args[-1] if "Memcpy" in name else None) for name, *args in calls] == [
@@ -384,7 +384,7 @@ def test_a_rank_orders_its_lanes_by_events(engine):
     """In one lane they have an order, and nothing is written."""
     own = Ref(0, "flags", 0)
     steps = Take(Ref(0, "flags", 64), 0, 1), Signal(own, 5), Take(own, 0, 5, 1), Copy(Ref(0, "heap", 0), own, 8, 1)
-    second = hip_streams.SecondStream(SECOND)
+    second = stream.SecondStream(SECOND)
     engine.taken()
     calls = put(Program(0, 2, steps), engine, second)
     assert [(name, *args[:1]) for name, *args in calls[:2]] == [

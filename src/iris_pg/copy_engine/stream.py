@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 
@@ -138,12 +138,38 @@ def lower(program: Program, address: Callable[[Ref], int], lanes: bool = True) -
     return actions
 
 
+class SecondStream:
+    """A stream beside the one of an operation.
+
+    Args:
+        raw: torch's handle of it. It is used for one operation at a time.
+    """
+
+    def __init__(self, raw: int) -> None:
+        self._stream = gpu.stream_handle(raw)
+        self._forked, self._joined = gpu.Event(), gpu.Event()
+
+    def begin(self, stream: Any) -> None:
+        """Let it wait for what ``stream`` has been told."""
+        self._forked.record(stream)
+        self._forked.wait(self._stream)
+
+    def end(self, stream: Any) -> None:
+        """Let ``stream`` wait for it."""
+        self._joined.record(self._stream)
+        self._joined.wait(stream)
+
+    def beside(self, launch: gpu.Launch) -> gpu.Launch:
+        """Return what does the same on this stream, whatever stream it is given."""
+        return lambda stream: launch(self._stream)
+
+
 def bind(
     actions: list[tuple[int, Action]],
     device: torch.device,
     ctas: int,
     mark: int,
-    second: gpu.SecondStream,
+    second: SecondStream,
     joins: bool = False,
 ) -> tuple[list[gpu.Launch], gpu.FlagCalls]:
     """Return the driver calls of ``actions``, and the last of them, which may write a word behind everything.
@@ -199,4 +225,4 @@ def _bound(action: Flags | Linear | Rectangle | Reduction, device: torch.device,
     return reduction(device, ctas, action.op, action.dtype, action.dst, action.sources, action.nbytes)
 
 
-__all__ = ["Action", "Flags", "Linear", "Order", "Rectangle", "Reduction", "bind", "lower"]
+__all__ = ["Action", "Flags", "Linear", "Order", "Rectangle", "Reduction", "SecondStream", "bind", "lower"]

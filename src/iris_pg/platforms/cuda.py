@@ -404,32 +404,6 @@ class Event:
         _call("cuStreamWaitEvent", stream, self._event, 0)
 
 
-class SecondStream:
-    """A stream beside the one of an operation.
-
-    Args:
-        raw: its handle. It is used for one operation at a time.
-    """
-
-    def __init__(self, raw: int) -> None:
-        self._stream = _driver().CUstream(raw)
-        self._forked, self._joined = Event(), Event()
-
-    def begin(self, stream: Any) -> None:
-        """Let it wait for what ``stream`` has been told."""
-        self._forked.record(stream)
-        self._forked.wait(self._stream)
-
-    def end(self, stream: Any) -> None:
-        """Let ``stream`` wait for it."""
-        self._joined.record(self._stream)
-        self._joined.wait(stream)
-
-    def beside(self, launch: Launch) -> Launch:
-        """Return what does the same on this stream, whatever stream it is given."""
-        return lambda stream: launch(self._stream)
-
-
 def _destroy_event(event: Any, process: int) -> None:
     if os.getpid() == process:
         _call("cuEventDestroy", event)
@@ -450,7 +424,6 @@ __all__ = [
     "FlagCalls",
     "FlagOp",
     "Launch",
-    "SecondStream",
     "can_reach",
     "copy",
     "copy_2d",

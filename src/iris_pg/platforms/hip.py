@@ -26,7 +26,7 @@ import torch
 from iris_pg.errors import DriverError, HeapExhaustedError, UnsupportedError
 from iris_pg.platforms import hip_runtime as h
 from iris_pg.platforms.cuda import FlagOp, Launch, view
-from iris_pg.platforms.hip_streams import Event, FlagCalls, SecondStream, check, copy, copy_2d, stream_handle, write
+from iris_pg.platforms.hip_streams import Event, FlagCalls, check, copy, copy_2d, stream_handle, write
 
 _PCI_BYTES = 64  # room for "0000:0c:00.0"
 _vmm_lock = threading.Lock()  # the runtime has mixed up imports and mappings of threads (mori, vmmProcessLock)
@@ -330,7 +330,6 @@ __all__ = [
     "FlagOp",
     "IpcRange",
     "Launch",
-    "SecondStream",
     "can_reach",
     "check",
     "copy",
