@@ -106,6 +106,8 @@ def cut(file: str) -> str:
         gone = [rank for rank in range(dist.get_world_size()) if rank >= dist.get_world_size() - int(args.hosts[-1])]
         if not is_last and not any(f"rank {rank} on host" in text for rank in gone):
             return f"none of ranks {gone} is named: {text}"
+        if not is_last and isinstance(error, DeadlineError) and error.late not in (None, *gone):
+            return f"rank {error.late} is taken for the late one: {text}"
         print(f"rank {dist.get_rank()} told in time", flush=True)
         return ""
     return "nothing was raised"

@@ -38,7 +38,8 @@ class DeadlineError(IrisError, TimeoutError):
     """A wait passed its deadline; the message names the ranks that are late.
 
     Attributes:
-        late: the rank of the group that was waited for, where it is one of another host.
+        late: the rank that was waited for, or the last that is known to keep others waiting, where it is one of
+            another host; else None.
     """
 
     late: int | None = None

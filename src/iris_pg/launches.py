@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
-from iris_pg.collectives.flow import Flow, Fold
+from iris_pg.collectives.flow import Flow, Fold, Part
 from iris_pg.kernels.launch import Exchange, Message, reduction_types
 from iris_pg.program import Ref
 
@@ -27,14 +27,13 @@ def launches(
     """
     if isinstance(flow, Fold):
         return _folds(rank, world, flow, address, one_shot_bytes)
-    sends = [
-        Message(p.peer, address(p.here), p.nbytes, address(p.there) if p.there else 0) for p in flow.sends if p.nbytes
-    ]
-    receives = [
-        Message(p.peer, address(p.here), p.nbytes, address(p.there) if p.there else 0)
-        for p in flow.receives
-        if p.nbytes
-    ]
+
+    def messages(parts: Sequence[Part]) -> list[Message]:
+        return [
+            Message(p.peer, address(p.here), p.nbytes, address(p.there) if p.there else 0) for p in parts if p.nbytes
+        ]
+
+    sends, receives = messages(flow.sends), messages(flow.receives)
     own = (address(flow.own.src), address(flow.own.dst), flow.own.nbytes) if flow.own else (0, 0, 0)
     is_known = flow.to_all or flow.name == "barrier"  # else only the two ranks of a message know its size
     symmetric = is_known and len(sends) == len(receives) == world - 1

@@ -346,6 +346,18 @@ def test_two_lanes_are_two_streams(engine):
     assert sorted(engine.taken()) == sorted([("hipEventDestroy", forked), ("hipEventDestroy", joined)])
 
 
+def test_a_peer_is_told_of_its_part_before_this_rank_has_its_own(engine):
+    """Flags at the end of the first lane do not wait for the second; those of the second go with the last call."""
+    second = stream.SecondStream(SECOND)
+    engine.taken()
+    own, part = Copy(Ref(0, "heap", 0), Ref(0, "in", 0), 8, 1), Copy(Ref(1, "heap", 0), Ref(0, "in", 0), 8)
+    names = [name for name, *_ in put(Program(0, 2, (own, part, Signal(Ref(1, "flags", 0), 5))), engine, second)]
+    copies, last = ["hipMemcpyAsync"] * 2, ["hipEventRecord", "hipStreamWaitEvent"]
+    assert names[2:] == [*copies, "hipStreamWriteValue32", *last]
+    names = [name for name, *_ in put(Program(0, 2, (part, own, Signal(Ref(1, "flags", 0), 5, 1))), engine, second)]
+    assert names[2:] == [*copies, *last, "hipStreamWriteValue32"]
+
+
 def test_rounds_wait_for_what_was_moved_beside(engine):
     """Of two chunks that come, the first is copied out while the second is sent: no flag is written or awaited before
     both have ended.

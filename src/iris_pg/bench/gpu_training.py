@@ -4,6 +4,7 @@ float32, and a fused AdamW. Its time is what a user of torch sees of all the res
 
 from __future__ import annotations
 
+import gc
 import time
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -68,6 +69,9 @@ def steps(contenders: Sequence[str], tokens: Sequence[int], count: int) -> list[
                 if i >= _WARM_UP:
                     times[name].append(max(slowest))
         found += [Step(name, n, median(t), min(t), max(t)) for name, t in times.items()]
+    trainings.clear()
+    gc.collect()  # modules are in cycles, and their gradients in heaps
+    torch.cuda.empty_cache()
     return found
 
 

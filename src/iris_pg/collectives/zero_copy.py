@@ -13,38 +13,24 @@ from iris_pg.collectives.setting import Setting
 from iris_pg.program import Copy, Program, Signal, Step, Take
 
 
-def push(s: Setting, flow: Flow) -> Program:
-    """Each sender writes into its peers' outputs: all_gather, broadcast.
+def zero_copy(s: Setting, flow: Flow) -> Program:
+    """Each sender writes into its peers' outputs: all_gather, broadcast. Or each receiver reads its peers' inputs:
+    all_gather.
 
-    The owner of an output lets its writers in (enter); a writer says when it has written (done). A writer signals done
-    only after it took enter, and an owner enters again only after it took done, so no mailbox is ever signalled twice.
+    The owner of such memory lets its users in (enter); a user says when it has written, or read (done). A user signals
+    done only after it took enter, and an owner enters again only after it took done, so no mailbox is ever signalled
+    twice.
     """
-    enter: list[Step] = [Signal(s.flag(part.peer, s.page.enter(s.rank)), s.tag) for part in flow.receives]
+    used, lent = (flow.receives, flow.sends) if flow.pulls else (flow.sends, flow.receives)
+    enter: list[Step] = [Signal(s.flag(part.peer, s.page.enter(s.rank)), s.tag) for part in lent]
     own: list[Step] = [replace(flow.own, lane=s.receiving)] if flow.own else []
-    # Beside what is sent, or, where lanes are merged, first: the flags that follow are then one call.
+    # Beside what is moved, or, where lanes are merged, first: the flags that follow are then one call.
     steps = own + enter if s.pushes else enter + own
-    for part in flow.sends:
+    for part in used:
         assert part.there
+        to, source = (part.here, part.there) if flow.pulls else (part.there, part.here)
         steps.append(Take(s.flag(s.rank, s.page.enter(part.peer)), part.peer, s.tag))
-        steps.append(Copy(part.there, part.here, part.nbytes))
+        steps.append(Copy(to, source, part.nbytes))
         steps.append(Signal(s.flag(part.peer, s.page.done(s.rank)), s.tag))
-    steps += [Take(s.flag(s.rank, s.page.done(part.peer)), part.peer, s.tag) for part in flow.receives]
-    return Program(s.rank, s.world, tuple(steps), flow.name)
-
-
-def pull(s: Setting, flow: Flow) -> Program:
-    """Each receiver reads its peers' inputs: all_gather.
-
-    The owner of an input lets its readers in (enter); a reader says when it has read (done). The flags are those of
-    :func:`push`, whose rules hold with writers for readers.
-    """
-    steps: list[Step] = [Signal(s.flag(part.peer, s.page.enter(s.rank)), s.tag) for part in flow.sends]
-    if flow.own:
-        steps.insert(0 if s.pushes else len(steps), replace(flow.own, lane=s.receiving))
-    for part in flow.receives:
-        assert part.there
-        steps.append(Take(s.flag(s.rank, s.page.enter(part.peer)), part.peer, s.tag))
-        steps.append(Copy(part.here, part.there, part.nbytes))
-        steps.append(Signal(s.flag(part.peer, s.page.done(s.rank)), s.tag))
-    steps += [Take(s.flag(s.rank, s.page.done(part.peer)), part.peer, s.tag) for part in flow.sends]
+    steps += [Take(s.flag(s.rank, s.page.done(part.peer)), part.peer, s.tag) for part in lent]
     return Program(s.rank, s.world, tuple(steps), flow.name)

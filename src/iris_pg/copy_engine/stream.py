@@ -185,7 +185,8 @@ def bind(
     lanes = {lane for lane, _ in actions}
     last = actions[-1][1] if actions else None
     ops: tuple[gpu.FlagOp, ...] = ()
-    if isinstance(last, Flags):  # behind what both lanes have moved; one call less
+    # The last call may be of the last flags, too, but not where these need not wait for the other lane.
+    if isinstance(last, Flags) and (joins or not any(lanes) or actions[-1][0]):
         ops, actions = last.ops, actions[:-1]
     events: dict[int, gpu.Event] = {}
 

@@ -337,6 +337,8 @@ class HierarchicalProcessGroup(WireMessages, process_group.IrisProcessGroup):
                 f"{first['operation']}: {first['text']}"
             )
         failure = kind(f"{op}: {text} {where(group=self._name, rank=self._rank, op=op, seq=number or None)}")
+        if isinstance(failure, DeadlineError):
+            failure.late = late
         self._failure = failure
         self._let_go(failure)
         return failure
