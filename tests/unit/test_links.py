@@ -251,6 +251,23 @@ def test_a_rank_that_comes_between_two_tries_meets_the_others_in_the_next():
         links.close()
 
 
+def test_nobody_is_waited_for_in_a_try_that_it_gave_up():
+    store = dist.HashStore()
+
+    def start(rank):
+        return Links(store, rank, 3, group="g", timeout_s=10)
+
+    first = Threads(1, start)
+    with pytest.raises(DeadlineError, match=r"did not start within 0\.2 s"):
+        make(3, timeout_s=0.2, store=store, ranks=[2])
+    second = Threads(1, lambda _: start(1))
+    time.sleep(0.2)  # it has read the cards of that try
+    third = Threads(1, lambda _: start(2))
+    for links in [*first.join(), *second.join(), *third.join()]:
+        assert isinstance(links, Links), links
+        links.close()
+
+
 def test_ranks_that_do_not_start_are_named_by_all():
     def start(rank):
         return Links(store, rank, 5, group="g", timeout_s=0.3)

@@ -408,6 +408,36 @@ def test_a_store_is_used_again_also_by_ranks_that_have_tried_less_often():
     assert first[0].token != second[0].token
 
 
+def test_nobody_is_waited_for_in_a_try_that_it_gave_up():
+    """Rank 2 came too late for the first try of rank 0, joined its second, and gave that up before rank 1 came."""
+    store = dist.HashStore()
+    late = discover_all(3, "abc", absent=(1, 2), timeout_s=0.1, store=store)
+    assert "ranks 1, 2 did not start" in str(late[0])
+    found = {}
+
+    def first():
+        found.update(discover_all(3, "abc", absent=(1, 2), store=store))
+
+    thread = threading.Thread(target=first)
+    thread.start()
+    late = discover_all(3, "abc", absent=(0, 1), timeout_s=0.3, store=store)
+    assert "rank 0 did not start within 0.3 s" in str(late[2])
+    found.update(discover_all(3, "abc", absent=(0,), store=store))
+    thread.join(30)
+    assert {d.hosts.count for d in found.values()} == {3}, found
+    assert len({d.token for d in found.values()}) == 1
+
+
+def test_who_gave_up_is_named_with_who_did_not_come():
+    store = dist.HashStore()
+    store.add("hosts/number of rank 1", 1)
+    store.set("hosts/1", json.dumps(dict(host="b", name="b", cores=1, agreed=dict(x=1), number=1)))
+    store.set("hosts/verdict 1", json.dumps(dict(gave_up=1)))
+    found = discover_all(4, "abcd", absent=(1, 2), timeout_s=0.3, store=store)
+    for error in found.values():
+        assert "ranks 1, 2 did not start within 0.3 s" in str(error)
+
+
 def test_the_first_rank_may_be_the_one_that_is_late():
     started = time.monotonic()
     late = discover_all(2, "ab", absent=(0,), timeout_s=0.3)
@@ -451,6 +481,12 @@ class CountingStore:
         self.calls += 1
         return all(key in self.values for key in keys)
 
+    def compare_set(self, key, expected, desired):
+        assert not expected
+        if key not in self.values:
+            self.set(key, desired)
+        return self.values[key]
+
 
 def test_set_up_of_512_ranks_takes_a_few_calls_of_the_store_from_each():
     """The ranks come one after another, rank 0 last, and then all read what it has published."""
@@ -472,7 +508,7 @@ def test_set_up_of_512_ranks_takes_a_few_calls_of_the_store_from_each():
     assert found.hosts.count == world // 8
     assert found.hosts.members[3] == tuple(range(24, 32))
     assert found.hosts.is_roomy == (usable_cores() >= 16)
-    published = len(store.values["hosts/all"])
+    published = len(store.values["hosts/verdict 1"])
     assert published < 8 * world  # bytes that each rank reads
 
 

@@ -40,6 +40,7 @@ _HELLO, _EXCHANGE, _LEAVE = 0x49524953, 1, 2
 _MAX_FRAME = 1 << 16  # bytes; a SOCK_SEQPACKET message must fit the socket's buffer
 _MAX_FDS = 8  # descriptors in one frame
 _DEAD = select.POLLHUP | select.POLLERR | select.POLLRDHUP | select.POLLNVAL
+_MET, _GIVEN_UP = b"met", b"given up"  # what became of a try to make a group
 _PROBE_S = 0.1  # seconds between two looks at peers that have not connected yet
 _TOLD = {kind.__name__: kind for kind in (DeadlineError, MismatchError, PeerLostError, UnsupportedError)}
 
@@ -60,6 +61,9 @@ class Store(Protocol):
 
     def add(self, key: str, amount: int) -> int:
         """Add to the number that ``key`` holds, 0 at first, and return the sum."""
+
+    def compare_set(self, key: str, expected: str, desired: str) -> bytes:
+        """Give ``key`` a value if it has the expected one (an empty one: none); return what it has then."""
 
 
 class Message(NamedTuple):
@@ -102,7 +106,7 @@ class Links:
         self.closed: str | None = None
         self._sockets: dict[int, socket.socket] = {}
         self._sequence = 0
-        self._card: dict[str, Any] | None = None  # as it is in the store
+        self._number = 0  # of this group among those made on the store
         self._lock = threading.Lock()  # of the two below: a poll object serves one thread at a time
         self._poll = select.poll()
         self._rank_of: dict[int, int] = {}
@@ -151,17 +155,16 @@ class Links:
         """Publish this rank's card and return those of all ranks."""
         # A store that served an earlier group holds its cards. Each rank numbers the groups that it makes on the store,
         # and those with one number belong together. A rank whose peers are ahead (it failed before it came here, and
-        # they tried again) catches up. One that comes between two tries of its peers finds that they have withdrawn.
+        # they tried again) catches up. Whether the ranks of a number have met, or one of them has given up, the first
+        # to know writes down, once: so a rank that has given up, and perhaps tries again, is never waited for.
         counter = f"links/number of rank {self.rank}"
         number = store.add(counter, 1)
-        cards: dict[int, dict[str, str]] = {}
-        published = 0
+        cards: dict[int, dict[str, Any]] = {}
         pause = 0.0005
-        while len(cards) < self.world:
-            if published != number:
-                cards, published = {self.rank: mine}, number
-                self._card = {**mine, "number": number}
-                store.set(f"links/{self.rank}", json.dumps(self._card))
+        while True:
+            if self._number != number:
+                cards, self._number = {self.rank: mine}, number
+                store.set(f"links/{self.rank}", json.dumps({**mine, "number": number}))
             before = len(cards)
             for peer in range(self.world):
                 if peer in cards or not store.check([f"links/{peer}"]):
@@ -170,21 +173,30 @@ class Links:
                 if card["number"] > number:
                     number = store.add(counter, card["number"] - number)
                     break
-                if card["number"] == number and not card.get("withdrawn"):
+                if card["number"] == number:
                     self._check_host(peer, card, mine)
                     cards[peer] = card
-            if len(cards) == before and published == number:
+            if number != self._number:
+                continue
+            if len(cards) == self.world:
+                if self._outcome(store, _MET) == _MET:
+                    return [cards[peer] for peer in range(self.world)]
+                number = store.add(counter, 1)
+            elif len(cards) == before:
                 if time.monotonic() > deadline:
-                    raise self._late([p for p in range(self.world) if p not in cards], "start")
+                    if self._outcome(store, _GIVEN_UP) == _GIVEN_UP:
+                        raise self._late([p for p in range(self.world) if p not in cards], "start")
                 time.sleep(pause)
                 pause = min(2 * pause, 0.02)
-        return [cards[peer] for peer in range(self.world)]
+
+    def _outcome(self, store: Store, seen: bytes) -> bytes:
+        """Write down what became of this number, unless another rank has; return what holds."""
+        return store.compare_set(f"links/outcome {self._number}", "", seen.decode())
 
     def _withdraw(self, store: Store) -> None:
         """Tell who comes later that this rank has given up."""
-        if self._card:
-            with contextlib.suppress(RuntimeError):  # the store may be what failed
-                store.set(f"links/{self.rank}", json.dumps({**self._card, "withdrawn": True}))
+        with contextlib.suppress(RuntimeError):  # the store may be what failed
+            store.set(f"links/outcome {self._number}", _GIVEN_UP.decode())
 
     def _check_host(self, peer: int, card: dict[str, str], mine: dict[str, str]) -> None:
         if card["host"] != mine["host"]:

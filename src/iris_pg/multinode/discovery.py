@@ -1,7 +1,9 @@
 """How the ranks of a group learn which of them are on one host, from their Store alone.
 
 Rank 0 reads what every rank says of itself, and publishes what all have to know in one value. So a rank that is not
-rank 0 reads one key, however many ranks there are; and one that does not come is named on all of them.
+rank 0 reads one key, however many ranks there are; and one that does not come is named on all of them. That value is
+written once: by rank 0, or by a rank that has waited too long for it and gives up. So no rank is taken for one that
+comes along after it has given up, and none has given up that the others go on with.
 """
 
 from __future__ import annotations
@@ -91,23 +93,30 @@ def _discover(
             if number != published:
                 store.add(counter, number - published)
                 continue
-            missing = [p for p in range(world) if p not in cards] if len(cards) < world else []
-            if not missing or time.monotonic() > deadline:
-                said = _verdict(cards, missing, world, timeout_s)
-                store.set("hosts/all", json.dumps({**said, "number": number}))
+            is_complete, is_over = len(cards) == world, time.monotonic() > deadline
+            while is_complete or is_over:
+                said = _say(store, number, _verdict(cards, world, timeout_s))
+                if "gave_up" not in said:
+                    return _read(said, place)
+                # The others come along to the next number. Is there no time left for it, who gave up is among the late.
+                cards.pop(said["gave_up"], None)
+                number = published = store.add(counter, 1)
+                store.set("hosts/number", str(number))
+                is_complete = False
+        elif store.check([_verdict_key(number)]):
+            said = json.loads(store.get(_verdict_key(number)))
+            if "gave_up" not in said and rank not in said.get("missing", []):
                 return _read(said, place)
-        elif store.check(["hosts/all"]):
-            said = json.loads(store.get("hosts/all"))
-            if said["number"] == number and rank not in said.get("missing", []):
-                return _read(said, place)
-            if said["number"] == number:  # the others have given up on this rank before it came, and may try again
-                number = store.add(counter, 1)
-                continue
+            # Someone has given up, or the others have given up on this rank before it came, and may try again.
+            number = store.add(counter, 1)
+            continue
         if rank and is_late and store.check(["hosts/number"]) and (ahead := int(store.get("hosts/number"))) > number:
             number = store.add(counter, ahead - number)
             continue
         # Rank 0 says who is late, so the others give it time to.
         if rank and time.monotonic() > deadline + min(timeout_s, 5):
+            if _say(store, number, dict(gave_up=rank)) != dict(gave_up=rank):
+                continue
             raise DeadlineError(
                 f"rank 0 did not start within {timeout_s:g} s; every rank of the group must create it; raise timeout= "
                 f"if they need longer {place}"
@@ -138,9 +147,18 @@ def _collect(store: dist.Store, world: int, cards: dict[int, dict[str, Any]], nu
     return number
 
 
-def _verdict(cards: Mapping[int, dict[str, Any]], missing: list[int], world: int, timeout_s: float) -> dict[str, Any]:
+def _verdict_key(number: int) -> str:
+    return f"hosts/verdict {number}"
+
+
+def _say(store: dist.Store, number: int, verdict: dict[str, Any]) -> dict[str, Any]:
+    """Publish the verdict of a number, unless another rank has; return the one that holds."""
+    return dict(json.loads(store.compare_set(_verdict_key(number), "", json.dumps(verdict))))
+
+
+def _verdict(cards: Mapping[int, dict[str, Any]], world: int, timeout_s: float) -> dict[str, Any]:
     """Return what is published: the hosts, or what is wrong."""
-    if missing:
+    if missing := [p for p in range(world) if p not in cards]:
         names = ", ".join(map(str, missing[:_SHOWN])) + (", ..." if len(missing) > _SHOWN else "")
         return dict(
             error="late",
