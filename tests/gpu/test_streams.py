@@ -237,6 +237,24 @@ def pinned_memory_is_memory_of_the_host(rank, world):
     dist.barrier()
 
 
+def a_block_of_the_pool_stays_with_its_stream(rank, world):
+    """So what one stream does holds up no other that makes tensors of one size."""
+    device, streams = use_device(rank), (torch.cuda.Stream(), torch.cuda.Stream())
+
+    def filled(stream):
+        with torch.cuda.stream(stream):
+            tensor = dist.group.WORLD.allocate_tensor(NUMEL, dtype=torch.float32, device=device)
+            return tensor.fill_(rank).data_ptr()
+
+    before = [filled(stream) for stream in streams]
+    with torch.cuda.stream(streams[0]):
+        torch.cuda._sleep(20 * CYCLES)
+    assert [filled(stream) for stream in streams] == before
+    streams[1].synchronize()
+    assert not streams[0].query()
+    torch.cuda.synchronize()
+
+
 FUNCTIONS = [
     an_operation_follows_the_current_stream,
     tensors_live_until_an_operation_is_done,
@@ -246,6 +264,7 @@ FUNCTIONS = [
     messages_do_not_wait_for_their_receipts,
     memory_is_used_again_at_once,
     pinned_memory_is_memory_of_the_host,
+    a_block_of_the_pool_stays_with_its_stream,
 ]
 
 

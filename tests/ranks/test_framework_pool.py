@@ -121,6 +121,35 @@ def test_a_full_heap_and_a_closed_one(ranks):
     ranks(2).run(exhausts, options=dict(heap_bytes=1 << 20))
 
 
+def keeps_streams_apart(rank, world):
+    """As on a GPU, where a stream is what orders the uses of a block."""
+    pool, current = dist.group.WORLD.pool, [1]
+    pool._stream = lambda: current[0]
+
+    def on(stream, numel=1 << 16):
+        current[0] = stream
+        return offset(make(numel))
+
+    first, second = on(1), on(2)
+    assert first != second
+    assert [on(stream) for stream in (2, 1, 1, 2)] == [second, first, first, second]
+    assert pool.blocks == 2
+    current[0] = 1
+    held = [make(1 << 16), make(1 << 16)]  # of a heap that has room for three
+    assert [offset(t) for t in held].count(first) == 1
+    third = make(1 << 16)  # no other is left
+    assert offset(third) == second
+    with pytest.raises(HeapExhaustedError):
+        on(2)
+    del third
+    assert on(1) == second  # it stays with who got it
+    dist.barrier()
+
+
+def test_a_block_stays_with_its_stream(ranks):
+    ranks(2).run(keeps_streams_apart, options=dict(heap_bytes=3 << 18))
+
+
 def allocates_from_threads(rank, world):
     """All ranks make tensors of different sizes in different threads, and drop them in others."""
     failures, kept = [], [[] for _ in range(2)]

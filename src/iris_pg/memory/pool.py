@@ -9,6 +9,10 @@ while, so it does not matter if the last reference to another goes a moment earl
 is collective only when no block is idle. Where ranks differ after all (a tensor in a reference cycle goes when Python's
 collector comes along) they find themselves in different calls, or in operations at different places of the heap. Both
 are errors that say so, and no byte goes to a wrong place.
+
+As with torch's own allocator, a block on a GPU belongs to the stream that was current when it was made, and is handed
+out to no other: whoever uses it on others lets that stream wait for them, if only before its next use of the block. So
+no stream waits for another because of a block, and what is gathered can overlap what is computed.
 """
 
 from __future__ import annotations
@@ -18,11 +22,15 @@ import threading
 import time
 import weakref
 from collections import deque
+from typing import TypeAlias
 
 import torch
 
+from iris_pg.errors import HeapExhaustedError
 from iris_pg.memory.allocator import align_up
 from iris_pg.memory.heap import SymmetricHeap
+
+_Kind: TypeAlias = tuple[int, int]  # of blocks: nbytes, and torch's handle of their stream, 0 on CPUs
 
 _COLLECT_S = 1.0  # least time between two runs of Python's collector
 
@@ -39,13 +47,12 @@ class TensorPool:
         self._heap = heap
         self.blocks = self.nbytes = 0
         self._lock = threading.RLock()
-        self._idle: dict[int, list[tuple[int, int]]] = {}  # nbytes -> (number when handed out last, offset)
-        self._in_use: dict[int, int] = {}  # nbytes -> number of blocks
-        self._streams: dict[int, torch.cuda.Stream] = {}  # offset -> the stream that the block was handed out on last
+        self._idle: dict[_Kind, list[tuple[int, int]]] = {}  # -> (number when handed out last, offset)
+        self._in_use: dict[_Kind, int] = {}  # -> number of blocks
         self._numbers = 0
         # Storages die in any thread, also in the middle of a call here: what they leave is only noted, and put in order
         # by the next call.
-        self._returned: deque[tuple[int, int, int]] = deque()
+        self._returned: deque[tuple[_Kind, int, int]] = deque()
         self._collected = -_COLLECT_S
 
     def tensor(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
@@ -58,57 +65,59 @@ class TensorPool:
         nbytes = numel * dtype.itemsize
         if nbytes == 0:
             return torch.empty(numel, dtype=dtype, device=self._heap.device)
-        size = align_up(nbytes)
+        kind = align_up(nbytes), self._stream()
         with self._lock:
             self._heap._check_open("allocate_tensor")
-            offset = self._take(size)
+            offset = self._take(kind)
             self._numbers += 1
-            self._in_use[size] = self._in_use.get(size, 0) + 1
-            self._follow(offset)
+            self._in_use[kind] = self._in_use.get(kind, 0) + 1
             tensor, owner = self._heap.owned(offset, nbytes)
-            end = weakref.finalize(owner, self._returned.append, (size, self._numbers, offset))
+            end = weakref.finalize(owner, self._returned.append, (kind, self._numbers, offset))
             end.atexit = False
         return tensor.view(dtype)
 
-    def _follow(self, offset: int) -> None:
-        """Let the current stream of a GPU wait for the stream that a block was handed out on last.
+    def _stream(self) -> int:
+        device = self._heap.device
+        return torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
 
-        As with torch's own allocator, a block belongs to that stream: whoever uses it on others lets this one wait for
-        them before the tensor goes.
-        """
-        if self._heap.device.type != "cuda":
-            return
-        current = torch.cuda.current_stream(self._heap.device)
-        last = self._streams.get(offset)
-        if last is not None and last != current:
-            current.wait_stream(last)
-        self._streams[offset] = current
-
-    def _take(self, size: int) -> int:
+    def _take(self, kind: _Kind) -> int:
         """Return the offset of an idle block, or of a new one."""
-        if not self._find(size) and self._in_use.get(size):
+        if not self._find(kind) and self._in_use.get(kind):
             # A tensor may wait for Python's collector, which has come along on a peer. That peer would see an idle
             # block, and not come to a collective call.
             if time.monotonic() > self._collected + _COLLECT_S:
                 gc.collect()
                 self._collected = time.monotonic()
-        idle = self._find(size)
-        if idle:
-            oldest = min(idle)
-            idle.remove(oldest)
-            return oldest[1]
-        offset = self._heap.allocate(size)
+        if idle := self._find(kind):
+            return _oldest(idle)
+        size, _ = kind
+        try:
+            offset = self._heap.allocate(size)
+        except HeapExhaustedError:
+            others = [idle for (n, _), idle in self._idle.items() if n == size and idle]
+            if not others:
+                raise
+            if self._heap.device.type == "cuda":
+                torch.cuda.synchronize(self._heap.device)  # whatever has used the block is done
+            return _oldest(min(others, key=min))
         self.blocks += 1
         self.nbytes += size
         return offset
 
-    def _find(self, size: int) -> list[tuple[int, int]]:
-        """Return the idle blocks of a size, with those that have been returned by now."""
+    def _find(self, kind: _Kind) -> list[tuple[int, int]]:
+        """Return the idle blocks of a kind, with those that have been returned by now."""
         while self._returned:
-            nbytes, number, offset = self._returned.popleft()
-            self._idle.setdefault(nbytes, []).append((number, offset))
-            self._in_use[nbytes] -= 1
-        return self._idle.get(size, [])
+            returned, number, offset = self._returned.popleft()
+            self._idle.setdefault(returned, []).append((number, offset))
+            self._in_use[returned] -= 1
+        return self._idle.get(kind, [])
+
+
+def _oldest(idle: list[tuple[int, int]]) -> int:
+    """Take out the block that was handed out longest ago; return its offset."""
+    block = min(idle)
+    idle.remove(block)
+    return block[1]
 
 
 __all__ = ["TensorPool"]
