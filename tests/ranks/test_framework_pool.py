@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import threading
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from iris_pg.errors import ClosedError, HeapExhaustedError, IrisError, MismatchError
+from iris_pg.memory.pool import log
 
 CPU = torch.device("cpu")
 
@@ -123,12 +125,12 @@ def test_a_full_heap_and_a_closed_one(ranks):
 
 def keeps_streams_apart(rank, world):
     """As on a GPU, where a stream is what orders the uses of a block."""
-    pool, current = dist.group.WORLD.pool, [1]
+    heap, pool, current = dist.group.WORLD.heap, dist.group.WORLD.pool, [1]
     pool._stream = lambda: current[0]
 
-    def on(stream, numel=1 << 16):
+    def on(stream):
         current[0] = stream
-        return offset(make(numel))
+        return offset(make(1 << 16))
 
     first, second = on(1), on(2)
     assert first != second
@@ -137,12 +139,18 @@ def keeps_streams_apart(rank, world):
     current[0] = 1
     held = [make(1 << 16), make(1 << 16)]  # of a heap that has room for three
     assert [offset(t) for t in held].count(first) == 1
-    third = make(1 << 16)  # no other is left
-    assert offset(third) == second
-    with pytest.raises(HeapExhaustedError):
-        on(2)
-    del third
-    assert on(1) == second  # it stays with who got it
+    with mock.patch.object(log, "warning") as warning:
+        third = make(1 << 16)  # no other is left
+        assert offset(third) == second
+        with pytest.raises(HeapExhaustedError):
+            on(2)
+        del third
+        assert on(1) == second  # it stays with who got it
+        with mock.patch.object(heap, "allocate") as allocate:
+            assert [on(stream) for stream in (2, 1)] == [second, second]
+        allocate.assert_not_called()  # that the heap is full is known
+    (call,) = warning.call_args_list
+    assert "from stream to stream" in call.args[0] and "raise heap_bytes" in str(call.args[1])
     dist.barrier()
 
 

@@ -27,7 +27,7 @@ MEMORIES = ("ordinary", "heap", "inplace", "input")
 PEER_COPY = "peer copy"
 """One copy of "bytes a rank" to the next rank by a copy engine, without flags: the floor of an all-gather of two."""
 
-_HEAP_BYTES = 8 << 30
+_HEAP_BYTES = 16 << 30
 
 
 class Contender(NamedTuple):

@@ -12,12 +12,14 @@ are errors that say so, and no byte goes to a wrong place.
 
 As with torch's own allocator, a block on a GPU belongs to the stream that was current when it was made, and is handed
 out to no other: whoever uses it on others lets that stream wait for them, if only before its next use of the block. So
-no stream waits for another because of a block, and what is gathered can overlap what is computed.
+no stream waits for another because of a block, and what is gathered can overlap what is computed. Where the heap has no
+room for a new block, one of another stream is handed out once the GPU has done all it was told, with a warning.
 """
 
 from __future__ import annotations
 
 import gc
+import logging
 import threading
 import time
 import weakref
@@ -29,6 +31,8 @@ import torch
 from iris_pg.errors import HeapExhaustedError
 from iris_pg.memory.allocator import align_up
 from iris_pg.memory.heap import SymmetricHeap
+
+log = logging.getLogger("iris_pg")
 
 _Kind: TypeAlias = tuple[int, int]  # of blocks: nbytes, and torch's handle of their stream, 0 on CPUs
 
@@ -49,6 +53,9 @@ class TensorPool:
         self._lock = threading.RLock()
         self._idle: dict[_Kind, list[tuple[int, int]]] = {}  # -> (number when handed out last, offset)
         self._in_use: dict[_Kind, int] = {}  # -> number of blocks
+        self._full_at: dict[
+            int, int
+        ] = {}  # nbytes of a block -> bytes of the heap in use when there was no room for it
         self._numbers = 0
         # Storages die in any thread, also in the middle of a call here: what they leave is only noted, and put in order
         # by the next call.
@@ -91,18 +98,24 @@ class TensorPool:
         if idle := self._find(kind):
             return _oldest(idle)
         size, _ = kind
-        try:
-            offset = self._heap.allocate(size)
-        except HeapExhaustedError:
-            others = [idle for (n, _), idle in self._idle.items() if n == size and idle]
-            if not others:
-                raise
-            if self._heap.device.type == "cuda":
-                torch.cuda.synchronize(self._heap.device)  # whatever has used the block is done
-            return _oldest(min(others, key=min))
-        self.blocks += 1
-        self.nbytes += size
-        return offset
+        others = [idle for (n, _), idle in self._idle.items() if n == size and idle]
+        used = self._heap._allocator.used_bytes
+        if not others or used < self._full_at.get(size, used + 1):
+            try:
+                offset = self._heap.allocate(size)
+                self.blocks += 1
+                self.nbytes += size
+                return offset
+            except HeapExhaustedError as error:
+                if not others:
+                    raise
+                if not self._full_at:
+                    said = str(error)  # and not the error, which holds on to the tensor
+                    log.warning("allocate_tensor hands blocks from stream to stream, which waits for the GPU: %s", said)
+                self._full_at[size] = used
+        if self._heap.device.type == "cuda":
+            torch.cuda.synchronize(self._heap.device)  # whatever has used the block is done
+        return _oldest(min(others, key=min))
 
     def _find(self, kind: _Kind) -> list[tuple[int, int]]:
         """Return the idle blocks of a kind, with those that have been returned by now."""
