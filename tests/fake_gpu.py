@@ -87,37 +87,46 @@ class Memory(HostMemory):
         self.place = "the fake GPU"
 
 
-class FlagCalls:
-    """As :class:`iris_pg.platforms.cuda.FlagCalls`."""
+class Calls:
+    """As :class:`iris_pg.platforms.cuda_streams.Calls`."""
 
-    def __init__(self, ops, mark=None):
-        self._ops, self._mark = list(ops), mark
+    def __init__(self, launches, ops=(), mark=None):
+        self._launches, self._mark = [*launches, *flags(ops)], mark
 
     def __call__(self, raw):
-        Stream.all[raw].submit(lambda: self._obey(self._ops))
+        for launch in self._launches:
+            launch(raw)
 
     def marked(self, raw, value):
         self(raw)
         self.mark(raw, value)
 
     def mark(self, raw, value):
-        write(raw, self._mark, value)
+        write(self._mark, value)(raw)
 
-    @staticmethod
-    def _obey(ops):
-        words = atomics()
-        for op in ops:
-            if op.waits:
-                turns = 0
-                while words.load32(op.address) != op.value:
-                    turns += 1
-                    time.sleep(0 if turns < 100 else 1e-4)
-            else:
-                words.store32(op.address, op.value)
+
+def flags(ops):
+    return [lambda raw: Stream.all[raw].submit(lambda: _obey(ops))] if ops else []
+
+
+def _obey(ops):
+    words = atomics()
+    for op in ops:
+        if op.waits:
+            turns = 0
+            while words.load32(op.address) != op.value:
+                turns += 1
+                time.sleep(0 if turns < 100 else 1e-4)
+        else:
+            words.store32(op.address, op.value)
+
+
+def on(raw, launch):
+    return lambda _: launch(raw)
 
 
 class Order:
-    """As :class:`iris_pg.platforms.cuda.Event`."""
+    """As :class:`iris_pg.platforms.cuda_streams.Event`."""
 
     def __init__(self):
         self._event = Event()
@@ -129,8 +138,8 @@ class Order:
         Stream.all[raw].wait_event(self._event)
 
 
-def write(raw, address, value):
-    Stream.all[raw].submit(lambda: atomics().store32(address, value))
+def write(address, value):
+    return lambda raw: Stream.all[raw].submit(lambda: atomics().store32(address, value))
 
 
 def copy(dst, src, nbytes):
@@ -148,7 +157,7 @@ def place(tensor):
 
 
 @contextlib.contextmanager
-def on(stream):
+def current(stream):
     before, Stream.current = Stream.current, stream
     try:
         yield
@@ -166,7 +175,7 @@ def pretend():
     """Have a GPU, and a default group that uses it, which is destroyed at the end."""
     Stream.current = Stream()
     changes = [
-        (cuda, dict(DeviceMemory=Memory, FlagCalls=FlagCalls, copy=copy, write=write)),
+        (cuda, dict(DeviceMemory=Memory, Calls=Calls, copy=copy, flags=flags, on=on, write=write)),
         (cuda, dict(Event=Order, can_reach=lambda device, uuid: True, stream_handle=lambda raw: raw)),
         (cuda, dict(register=lambda address, nbytes: address, unregister=lambda address: None)),
         (stream_engine, dict(reduction=reduction)),
@@ -175,7 +184,7 @@ def pretend():
         (device_transport, dict(stream_of=lambda device, raw: Stream.all[raw])),
         (device_transport, dict(raw_stream=lambda device: Stream.current.cuda_stream)),
         *((module, dict(place=place)) for module in (gathers, reductions, rooted, exchanges)),
-        (torch.cuda, dict(Stream=Stream, Event=Event, stream=on, device=lambda device: contextlib.nullcontext())),
+        (torch.cuda, dict(Stream=Stream, Event=Event, stream=current, device=lambda device: contextlib.nullcontext())),
         (torch.cuda, dict(current_stream=lambda device=None: Stream.current, synchronize=synchronize)),
         (torch.cuda, dict(is_current_stream_capturing=lambda: False, current_device=lambda: 0)),
         (torch._C, dict(_cuda_getDevice=lambda: 0, _cuda_isCurrentStreamCapturing=lambda: False)),

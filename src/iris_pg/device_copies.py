@@ -40,30 +40,27 @@ class Prepared:
 
     Args:
         program: what it does.
-        calls: the driver calls.
-        end: what follows them; it can say that the operation is done.
+        calls: what the stream is told; it can say that the operation is done.
         chunks: slots that it goes through, one after another, as far as all ranks know.
     """
 
-    __slots__ = ("_calls", "_end", "chunks", "program")
+    __slots__ = ("_calls", "chunks", "program")
 
-    def __init__(self, program: Program, calls: Sequence[gpu.Launch], end: gpu.FlagCalls, chunks: int = 1) -> None:
-        self.program, self._calls, self._end, self.chunks = program, calls, end, chunks
+    def __init__(self, program: Program, calls: gpu.Calls, chunks: int = 1) -> None:
+        self.program, self._calls, self.chunks = program, calls, chunks
 
     def launch(self, stream: Any, number: int | None, after: Callable[[], Any] | None) -> None:
         """Put it on a stream (its handle), which writes ``number``, if there is one, into its lane's word behind it and
         behind what ``after`` puts on the stream.
         """
-        for call in self._calls:
-            call(stream)
         if number is None or after:
-            self._end(stream)
+            self._calls(stream)
             if after:
                 after()
             if number is not None:
-                self._end.mark(stream, number)
+                self._calls.mark(stream, number)
         else:
-            self._end.marked(stream, number)
+            self._calls.marked(stream, number)
 
 
 class DeviceCopies:
@@ -203,15 +200,14 @@ class DeviceCopies:
         if rounds:
             program = in_rounds(program)
         actions = lower(program, self._addresses(names, addresses), lanes)
-        calls, end = bind(actions, self.device, self._comm_sms, self._page.address_of_word(word), self._second, rounds)
-        return Prepared(program, calls, end, chunks)
+        calls = bind(actions, self.device, self._comm_sms, self._page.address_of_word(word), self._second, rounds)
+        return Prepared(program, calls, chunks)
 
     def _prepare_queues(
         self, queues: DeviceQueues, program: Program, names: Sequence[str], addresses: Sequence[int], chunks: int
     ) -> Prepared:
         submit, ops = queues.prepare(program, self._addresses(names, addresses))
-        end = gpu.FlagCalls(ops, self._page.address_of_word(0))
-        return Prepared(with_unit_tags(program), [submit], end, chunks)
+        return Prepared(with_unit_tags(program), gpu.Calls([submit], ops, self._page.address_of_word(0)), chunks)
 
     def _keep(self, known: Hashable, prepared: Prepared) -> Prepared:
         self._prepared[known] = prepared

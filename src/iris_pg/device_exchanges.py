@@ -44,7 +44,7 @@ class PreparedExchanges:
             if after:
                 after()
             if number is not None:
-                gpu.write(stream, self._word, number)
+                gpu.write(self._word, number)(stream)
         else:  # the kernel writes it, at less than a call of the driver
             self._launches.launch(stream, self._word, number)
 

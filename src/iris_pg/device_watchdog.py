@@ -59,9 +59,9 @@ class Captured:
         if isinstance(prepared, PreparedExchanges):
             return prepared.launch(stream, None, after)
         self.all.append((key, prepared.program))
-        gpu.write(stream, self._word, len(self.all))
+        gpu.write(self._word, len(self.all))(stream)
         prepared.launch(stream, None, after)
-        gpu.write(stream, self._word, 0)
+        gpu.write(self._word, 0)(stream)
 
     def oldest(self) -> Begun | None:
         """Return the operation that a replayed graph is in, and has been since ``moved_at``, as far as can be seen."""

@@ -130,7 +130,7 @@ def streams_keep_the_order_of_calls(rank, world):
         tensors = [values(rank, 100, i) for i in range(12)]
         works = []
         for i, tensor in enumerate(tensors):
-            with fake_gpu.on(streams[(i + rank) % 3]):
+            with fake_gpu.current(streams[(i + rank) % 3]):
                 if (i + rank) % 4 == 0:
                     fake_gpu.Stream.current.submit(lambda: time.sleep(0.01))
                 works.append(dist.all_reduce(tensor, async_op=True))

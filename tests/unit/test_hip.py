@@ -274,7 +274,7 @@ STREAM, SECOND = 0x77, 0x88
 @pytest.fixture
 def engine(runtime, monkeypatch):
     """The stream engine on the HIP platform."""
-    for name in ("Event", "FlagCalls", "copy", "copy_2d", "stream_handle"):
+    for name in ("Calls", "Event", "copy", "copy_2d", "flags", "on", "stream_handle"):
         monkeypatch.setattr(stream.gpu, name, getattr(hip_streams, name))
     return runtime
 
@@ -284,11 +284,9 @@ def address(ref):
 
 
 def put(program, runtime, second=None, lanes=True, number=None, joins=False):
-    calls, end = stream.bind(stream.lower(program, address, lanes=lanes), DEVICE, 32, 0x9000, second, joins)
+    calls = stream.bind(stream.lower(program, address, lanes=lanes), DEVICE, 32, 0x9000, second, joins)
     runtime.taken()
-    for call in calls:
-        call(STREAM)
-    end.marked(STREAM, number) if number is not None else end(STREAM)
+    calls.marked(STREAM, number) if number is not None else calls(STREAM)
     return runtime.taken()
 
 

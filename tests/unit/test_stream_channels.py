@@ -16,7 +16,7 @@ from iris_pg.copy_engine.calls import Count, Increase, Linear, Poll
 from iris_pg.copy_engine.stream_channels import StreamChannels
 from iris_pg.copy_engine.tile import Tile
 from iris_pg.errors import ArgumentError, ClosedError, DeadlineError, DriverError, UnsupportedError
-from iris_pg.platforms import cuda_calls
+from iris_pg.platforms import cuda_streams
 from iris_pg.platforms.atomics import atomics
 from iris_pg.platforms.gpu import platform as gpu
 
@@ -49,12 +49,11 @@ def channels(monkeypatch):
     four = ctypes.CFUNCTYPE(ctypes.c_int32, *[ctypes.c_uint64] * 4)
     kept = four(copied), four(lambda stream, address, value, _: told(stream, address, value))
     places = [ctypes.cast(function, ctypes.c_void_p).value for function in kept]
-    step = cuda_calls.Step
-    monkeypatch.setattr(cuda_calls, "copy", lambda stream, *copy: step(places[0], *copy, stream))
-    monkeypatch.setattr(cuda_calls, "write", lambda stream, *word: step(places[1], stream, *word))
+    found = dict(zip(("cuMemcpyDtoDAsync_v2", "cuStreamWriteValue32_v2"), places, strict=True))
+    monkeypatch.setattr(cuda_streams, "address_of", found.__getitem__)
     for name, value in dict(copy=fake_gpu.copy, copy_2d=copy_2d, stream_handle=lambda raw: raw).items():
         monkeypatch.setattr(gpu, name, value)
-    fakes = dict(Stream=fake_gpu.Stream, device=lambda device: fake_gpu.on(fake_gpu.Stream.current))
+    fakes = dict(Stream=fake_gpu.Stream, device=lambda device: fake_gpu.current(fake_gpu.Stream.current))
     fakes |= dict(current_stream=lambda device=None: fake_gpu.Stream.current)
     fakes |= dict(is_current_stream_capturing=lambda: False)
     for name, value in fakes.items():
@@ -143,7 +142,7 @@ def test_a_driver_call_that_fails_behind_a_gate_ends_its_queue(channels, monkeyp
     source, target, gate = torch.ones(3), torch.zeros(3), torch.zeros(8, dtype=torch.int64)
     refuse = ctypes.CFUNCTYPE(ctypes.c_int32, *[ctypes.c_uint64] * 4)(lambda *_: 700)
     place = ctypes.cast(refuse, ctypes.c_void_p).value
-    monkeypatch.setattr(cuda_calls, "copy", lambda stream, *copy: cuda_calls.Step(place, *copy, stream))
+    monkeypatch.setattr(cuda_streams, "address_of", lambda name: place)
     calls = [Poll(gate.data_ptr(), 1, in_host=True), copy_of(source, target), Count(target.data_ptr(), 9)]
     channels.submit("triggered", 1, 7, calls, False)
     atomics().store64(gate.data_ptr(), 1)

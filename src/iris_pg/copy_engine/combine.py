@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from triton.runtime.jit import JITFunction
 
-from iris_pg.platforms.compiled import kernel_launch
+from iris_pg.platforms.compiled import KernelLaunch
 from iris_pg.platforms.gpu import platform as gpu
 
 BLOCK_BYTES = 1 << 15  # of each operand that a CTA has on the way at a time; so few CTAs read fast
@@ -124,7 +124,7 @@ def combine(
     word = _WORD if all(address % _WORD == 0 for address in (dst, *sources)) else size
     numel = nbytes // size
     kernel = _loaded(device, len(sources), dtype, op, word)
-    return kernel_launch(kernel, min(-(-nbytes // BLOCK_BYTES), ctas), (dst, tuple(sources), numel))
+    return KernelLaunch(kernel, min(-(-nbytes // BLOCK_BYTES), ctas), (dst, tuple(sources), numel)).call
 
 
 @functools.cache

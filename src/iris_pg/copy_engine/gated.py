@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 from iris_pg.copy_engine.calls import Call, Count, Linear, Poll
 from iris_pg.errors import UnsupportedError
-from iris_pg.platforms import cuda_calls
+from iris_pg.platforms import cuda_streams
 from iris_pg.platforms.atomics import atomics
 
 _AT, _COUNT, _TABLE, _STATUS = range(4)  # words of a lane
@@ -56,14 +56,14 @@ class Gated:
         return Poll(flag, value, in_host=True)
 
 
-def _step(call: Call, stream: int) -> cuda_calls.Step:
+def _step(call: Call, stream: int) -> tuple[int, ...]:
     match call:
         case Poll(flag, value, True):
-            return cuda_calls.Step(0, flag, value)
+            return 0, flag, value, 0, 0
         case Linear(dst, src, nbytes):
-            return cuda_calls.copy(stream, dst, src, nbytes)
+            return cuda_streams.copy(dst, src, nbytes).on(stream).words
         case Count(flag, value):
-            return cuda_calls.write(stream, flag, value)
+            return cuda_streams.write(flag, value).on(stream).words
     raise UnsupportedError(f"{call} behind a gate; a plan has linear copies")
 
 

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from triton.runtime.jit import JITFunction
 
-from iris_pg.platforms.compiled import kernel_launch
+from iris_pg.platforms.compiled import KernelLaunch
 from iris_pg.platforms.gpu import platform as gpu
 
 
@@ -39,7 +39,7 @@ def source_of(bits: int) -> Any:
 def increase(device: torch.device, flag: int, value: int, bits: int) -> gpu.Launch:
     """Return what adds ``value``, modulo 2^bits, to the flag at an address that ``device`` can access."""
     signed = value - (1 << 64) if value >= 1 << 63 else value
-    return kernel_launch(_loaded(device, bits), 1, (flag, signed))
+    return KernelLaunch(_loaded(device, bits), 1, (flag, signed)).call
 
 
 @functools.cache

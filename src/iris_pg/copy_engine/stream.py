@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import torch
 
@@ -143,25 +143,21 @@ class SecondStream:
 
     Args:
         raw: torch's handle of it. It is used for one operation at a time.
+
+    Attributes:
+        begin: what lets it wait for what the other stream has been told.
+        end: what lets the other stream wait for it.
     """
 
     def __init__(self, raw: int) -> None:
         self._stream = gpu.stream_handle(raw)
-        self._forked, self._joined = gpu.Event(), gpu.Event()
-
-    def begin(self, stream: Any) -> None:
-        """Let it wait for what ``stream`` has been told."""
-        self._forked.record(stream)
-        self._forked.wait(self._stream)
-
-    def end(self, stream: Any) -> None:
-        """Let ``stream`` wait for it."""
-        self._joined.record(self._stream)
-        self._joined.wait(stream)
+        forked, joined = gpu.Event(), gpu.Event()
+        self.begin: list[gpu.Launch] = [forked.record, self.beside(forked.wait)]
+        self.end: list[gpu.Launch] = [self.beside(joined.record), joined.wait]
 
     def beside(self, launch: gpu.Launch) -> gpu.Launch:
         """Return what does the same on this stream, whatever stream it is given."""
-        return lambda stream: launch(self._stream)
+        return gpu.on(self._stream, launch)
 
 
 def bind(
@@ -171,8 +167,8 @@ def bind(
     mark: int,
     second: SecondStream,
     joins: bool = False,
-) -> tuple[list[gpu.Launch], gpu.FlagCalls]:
-    """Return the driver calls of ``actions``, and the last of them, which may write a word behind everything.
+) -> gpu.Calls:
+    """Return the driver calls of ``actions``, behind which a word may be written.
 
     Lane 0 goes to the stream that they are given, all others to ``second``, which begins after what that stream did
     before, and which the last call waits for.
@@ -189,41 +185,35 @@ def bind(
     if isinstance(last, Flags) and (joins or not any(lanes) or actions[-1][0]):
         ops, actions = last.ops, actions[:-1]
     events: dict[int, gpu.Event] = {}
-
-    def bound(action: Action) -> gpu.Launch:
-        if isinstance(action, Order):
-            if action.flag not in events:
-                events[action.flag] = gpu.Event()
-            event = events[action.flag]
-            return event.wait if action.waits else event.record
-        return _bound(action, device, ctas)
-
     calls: list[gpu.Launch] = []
-    if not any(lanes):
-        return [bound(action) for _, action in actions], gpu.FlagCalls(ops, mark)
-    is_beside = not joins
+    is_beside = any(lanes) and not joins
     if is_beside:
-        calls.append(second.begin)
+        calls += second.begin
     for lane, action in actions:
         if joins and is_beside and isinstance(action, Flags):
-            calls.append(second.end)
+            calls += second.end
             is_beside = False
         elif lane and not is_beside:
-            calls.append(second.begin)
+            calls += second.begin
             is_beside = True
-        calls.append(second.beside(bound(action)) if lane else bound(action))
-    return [*calls, second.end] if is_beside else calls, gpu.FlagCalls(ops, mark)
+        bound = _bound(action, device, ctas, events)
+        calls += map(second.beside, bound) if lane else bound
+    return gpu.Calls([*calls, *second.end] if is_beside else calls, ops, mark)
 
 
-def _bound(action: Flags | Linear | Rectangle | Reduction, device: torch.device, ctas: int) -> gpu.Launch:
+def _bound(action: Action, device: torch.device, ctas: int, events: dict[int, gpu.Event]) -> list[gpu.Launch]:
+    """Return what a stream is told; ``events`` has those of the flags by which lanes are ordered."""
+    if isinstance(action, Order):
+        event = events.get(action.flag) or events.setdefault(action.flag, gpu.Event())
+        return [event.wait if action.waits else event.record]
     if isinstance(action, Flags):
-        return gpu.FlagCalls(action.ops)
+        return list(gpu.flags(action.ops))
     if isinstance(action, Linear):
-        return gpu.copy(action.dst, action.src, action.nbytes)
+        return [gpu.copy(action.dst, action.src, action.nbytes)]
     if isinstance(action, Rectangle):
         pitches = action.dst_pitch_bytes, action.src_pitch_bytes
-        return gpu.copy_2d(action.dst, action.src, action.width_bytes, action.rows, *pitches)
-    return reduction(device, ctas, action.op, action.dtype, action.dst, action.sources, action.nbytes)
+        return [gpu.copy_2d(action.dst, action.src, action.width_bytes, action.rows, *pitches)]
+    return [reduction(device, ctas, action.op, action.dtype, action.dst, action.sources, action.nbytes)]
 
 
 __all__ = ["Action", "Flags", "Linear", "Order", "Rectangle", "Reduction", "SecondStream", "bind", "lower"]

@@ -170,7 +170,7 @@ class StreamChannels:
         if isinstance(call, Increase):
             return increase(self._device, call.flag, call.value, call.bits)
         if isinstance(call, Count):
-            return functools.partial(gpu.write, address=call.flag, value=call.value)
+            return gpu.write(call.flag, call.value)
         assert not isinstance(call, Poll)  # one comes first, and nowhere else
         pitches = call.dst_pitch_bytes, call.src_pitch_bytes
         return gpu.copy_2d(call.dst, call.src, call.width_bytes, call.rows, *pitches)

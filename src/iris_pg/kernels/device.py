@@ -20,7 +20,8 @@ from iris_pg.errors import ArgumentError, DeadlineError
 from iris_pg.kernels.launch import Exchange, Launch, Launches, Limits
 from iris_pg.kernels.loader import kernels
 from iris_pg.platforms.atomics import atomics
-from iris_pg.platforms.compiled import kernel_launch
+from iris_pg.platforms.compiled import KernelLaunch
+from iris_pg.platforms.gpu import platform as gpu
 
 _NARROW = ("rank",)  # arguments of 32 bits; all others have 64
 _TUPLES = (
@@ -125,7 +126,7 @@ class DeviceKernels:
         limit_ns = int(self.timeout_s * 1e9)
         launches = [launch for exchange in exchanges for launch in self._launches.of(exchange, limit_ns)]
         with torch.cuda.device(self.device):
-            return PreparedLaunches(self.device, [(self._compiled(launch), launch) for launch in launches])
+            return PreparedLaunches([(self._compiled(launch), launch) for launch in launches])
 
     def launch(self, exchanges: Sequence[Exchange], stream: torch.cuda.Stream | int) -> None:
         """Launch ``exchanges`` on ``stream`` (or its handle), one after another, and return. Their memory may be used
@@ -175,13 +176,13 @@ class DeviceKernels:
 
 
 class PreparedLaunches:
-    """Launches of one rank that take no more Python than a call each; see :meth:`DeviceKernels.prepare`."""
+    """Launches of one rank that take no more Python than one of them; see :meth:`DeviceKernels.prepare`."""
 
-    __slots__ = ("_calls", "_device")
+    __slots__ = ("_calls", "_last")
 
-    def __init__(self, device: torch.device, launches: Sequence[tuple[Any, Launch]]) -> None:
-        self._device = device
-        self._calls = [kernel_launch(kernel, launch.ctas, launch.arguments) for kernel, launch in launches]
+    def __init__(self, launches: Sequence[tuple[Any, Launch]]) -> None:
+        made = [KernelLaunch(kernel, launch.ctas, launch.arguments) for kernel, launch in launches]
+        self._calls, self._last = gpu.Calls([one.call for one in made]), made[-1]
 
     def launch(self, stream: Any, done: int = 0, number: int = 0) -> None:
         """Launch them on ``stream`` (its handle, or as the platform's functions take it), one after another, and
@@ -191,9 +192,8 @@ class PreparedLaunches:
             done: address of a word in memory of the host, into which the last one writes ``number`` when all of its
                 CTAs are done; 0 for none.
         """
-        for call in self._calls[:-1]:
-            call(stream, 0, 0)
-        self._calls[-1](stream, done, number)
+        self._last.change(done, number)
+        self._calls(stream)
 
 
 @functools.cache

@@ -1,7 +1,9 @@
-"""The CUDA platform: memory that processes share, and what a stream is told to do, through ``cuda.bindings.driver``.
+"""The CUDA platform: memory that processes share, through ``cuda.bindings.driver``; what a stream is told to do is in
+cuda_streams.py.
 
-The only code that calls the driver. The package is imported when a CUDA device is first used, so a machine without GPUs
-does not need it. Every return code is checked; what is not success is a :class:`DriverError` that names the call.
+The only code beside that one that calls the driver. The package is imported when a CUDA device is first used, so a
+machine without GPUs does not need it. Every return code is checked; what is not success is a :class:`DriverError` that
+names the call.
 
 Memory is VMM memory (``cuMemCreate``) that travels as a file descriptor. Ranks may share a GPU, and each may see GPUs
 under numbers of its own (CUDA_VISIBLE_DEVICES): what identifies one is its UUID.
@@ -13,17 +15,24 @@ import contextlib
 import functools
 import os
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterator
+from typing import Any
 
 import torch
 
 from iris_pg.errors import DriverError, HeapExhaustedError, UnsupportedError
-
-_MOST_OPS = 255  # of one cuStreamBatchMemOp: its count is less than 256 (cuda.h)
-
-Launch = Callable[[Any], None]
-"""Tells a stream (``stream_handle``) to do one thing; returns at once."""
+from iris_pg.platforms.cuda_streams import (
+    Calls,
+    Event,
+    FlagOp,
+    Launch,
+    copy,
+    copy_2d,
+    flags,
+    on,
+    stream_handle,
+    write,
+)
 
 
 @functools.cache
@@ -276,159 +285,20 @@ def outside_of_capture() -> Iterator[None]:
         _call("cuThreadExchangeStreamCaptureMode", before)
 
 
-# Streams --------------------------------------------------------------------------------------------------------------
-
-
-class FlagOp(NamedTuple):
-    """One access of a stream to a 32-bit flag.
-
-    Args:
-        waits: wait until the flag is ``value``; else write it, after all that the stream did before.
-        address: as the GPU sees it.
-    """
-
-    waits: bool
-    address: int
-    value: int
-
-
-def stream_handle(stream: int) -> Any:
-    """Return torch's handle of a stream (``stream.cuda_stream``) as the driver's functions take it."""
-    return _driver().CUstream(stream)
-
-
-def copy(dst: int, src: int, nbytes: int) -> Launch:
-    """Return what copies ``nbytes`` from ``src`` to ``dst``, addresses of device memory: between two GPUs by a copy
-    engine, within one as the driver likes (on H200s at 2 TB/s, but behind a kernel that fills the GPU; so, too, with
-    cuMemcpyBatchAsync and its hint to overlap).
-    """
-    driver = _driver()
-    function, to, from_ = driver.cuMemcpyDtoDAsync, driver.CUdeviceptr(dst), driver.CUdeviceptr(src)
-
-    def launch(stream: Any) -> None:
-        status = function(to, from_, nbytes, stream)[0]
-        if status:
-            raise _error(driver, "cuMemcpyDtoDAsync", status)
-
-    return launch
-
-
-def copy_2d(dst: int, src: int, width_bytes: int, rows: int, dst_pitch_bytes: int, src_pitch_bytes: int) -> Launch:
-    """Return what copies ``rows`` rows of ``width_bytes``, ``pitch`` bytes apart, in memory of GPUs."""
-    driver = _driver()
-    what = driver.CUDA_MEMCPY2D()
-    what.srcMemoryType = what.dstMemoryType = driver.CUmemorytype.CU_MEMORYTYPE_DEVICE
-    what.srcDevice, what.dstDevice = driver.CUdeviceptr(src), driver.CUdeviceptr(dst)
-    what.srcPitch, what.dstPitch = src_pitch_bytes, dst_pitch_bytes
-    what.WidthInBytes, what.Height = width_bytes, rows
-
-    def launch(stream: Any) -> None:
-        status = driver.cuMemcpy2DAsync(what, stream)[0]
-        if status:
-            raise _error(driver, "cuMemcpy2DAsync", status)
-
-    return launch
-
-
-class FlagCalls:
-    """What makes a stream access flags one after another, in as few calls as the driver takes them.
-
-    Args:
-        ops: the accesses.
-        mark: address of a word to write behind them, when :meth:`marked` is called.
-    """
-
-    def __init__(self, ops: Sequence[FlagOp], mark: int | None = None) -> None:
-        driver = _driver()
-        self._batch, self._word = driver.cuStreamBatchMemOp, driver.cuuint32_t
-        self._plain = [_parameters(ops[i : i + _MOST_OPS]) for i in range(0, len(ops), _MOST_OPS)]
-        if mark is not None:
-            last = self._last = _parameters([FlagOp(False, mark, 0)])
-            joins = bool(self._plain) and len(self._plain[-1]) < _MOST_OPS
-            self._marked = [*self._plain[:-1], self._plain[-1] + last] if joins else [*self._plain, last]
-
-    def __call__(self, stream: Any) -> None:
-        """Access the flags."""
-        self._launch(self._plain, stream)
-
-    def marked(self, stream: Any, value: int) -> None:
-        """Access the flags, then write ``value`` into the word."""
-        self._last[0].writeValue.value = self._word(value)
-        self._launch(self._marked, stream)
-
-    def mark(self, stream: Any, value: int) -> None:
-        """Write ``value`` into the word."""
-        self._last[0].writeValue.value = self._word(value)
-        self._launch([self._last], stream)
-
-    def _launch(self, batches: list[list[Any]], stream: Any) -> None:
-        for batch in batches:
-            status = self._batch(stream, len(batch), batch, 0)[0]
-            if status:
-                raise _error(_driver(), "cuStreamBatchMemOp", status)
-
-
-def _parameters(ops: Sequence[FlagOp]) -> list[Any]:
-    driver = _driver()
-    kinds = driver.CUstreamBatchMemOpType
-    equal = int(driver.CUstreamWaitValue_flags.CU_STREAM_WAIT_VALUE_EQ)
-
-    def parameter(op: FlagOp) -> Any:
-        made = driver.CUstreamBatchMemOpParams()
-        field = made.waitValue if op.waits else made.writeValue
-        field.operation = kinds.CU_STREAM_MEM_OP_WAIT_VALUE_32 if op.waits else kinds.CU_STREAM_MEM_OP_WRITE_VALUE_32
-        field.address, field.value = driver.CUdeviceptr(op.address), driver.cuuint32_t(op.value)
-        field.flags = equal if op.waits else 0
-        return made
-
-    return [parameter(op) for op in ops]
-
-
-class Event:
-    """What a stream has come to, for others to wait for. It may be recorded again: who has been told to wait, waits for
-    what it stood for then.
-    """
-
-    def __init__(self) -> None:
-        untimed = int(_driver().CUevent_flags.CU_EVENT_DISABLE_TIMING)
-        self._event = _call("cuEventCreate", untimed)
-        end = weakref.finalize(self, _destroy_event, self._event, os.getpid())
-        end.atexit = False
-
-    def record(self, stream: Any) -> None:
-        """Let it stand for all that ``stream`` has been told."""
-        _call("cuEventRecord", self._event, stream)
-
-    def wait(self, stream: Any) -> None:
-        """Let ``stream`` wait for it."""
-        _call("cuStreamWaitEvent", stream, self._event, 0)
-
-
-def _destroy_event(event: Any, process: int) -> None:
-    if os.getpid() == process:
-        _call("cuEventDestroy", event)
-
-
-def write(stream: Any, address: int, value: int) -> None:
-    """Let a stream write a 32-bit word, after all that it did before."""
-    driver = _driver()
-    status = driver.cuStreamWriteValue32(stream, address, value, 0)[0]
-    if status:
-        raise _error(driver, "cuStreamWriteValue32", status)
-
-
 __all__ = [
     "DeviceMemory",
     "DeviceRange",
+    "Calls",
     "Event",
-    "FlagCalls",
     "FlagOp",
     "Launch",
     "can_reach",
     "copy",
     "copy_2d",
+    "flags",
     "has_atomics",
     "initialise",
+    "on",
     "outside_of_capture",
     "register",
     "stream_handle",

@@ -25,8 +25,9 @@ import torch
 
 from iris_pg.errors import DriverError, HeapExhaustedError, UnsupportedError
 from iris_pg.platforms import hip_runtime as h
-from iris_pg.platforms.cuda import FlagOp, Launch, view
-from iris_pg.platforms.hip_streams import Event, FlagCalls, check, copy, copy_2d, stream_handle, write
+from iris_pg.platforms.cuda import view
+from iris_pg.platforms.cuda_streams import FlagOp, Launch
+from iris_pg.platforms.hip_streams import Calls, Event, check, copy, copy_2d, flags, on, stream_handle, write
 
 _PCI_BYTES = 64  # room for "0000:0c:00.0"
 _vmm_lock = threading.Lock()  # the runtime has mixed up imports and mappings of threads (mori, vmmProcessLock)
@@ -323,10 +324,10 @@ def outside_of_capture() -> Iterator[None]:
 
 
 __all__ = [
+    "Calls",
     "DeviceMemory",
     "DeviceRange",
     "Event",
-    "FlagCalls",
     "FlagOp",
     "IpcRange",
     "Launch",
@@ -335,8 +336,10 @@ __all__ = [
     "copy",
     "copy_2d",
     "enable_peers",
+    "flags",
     "initialise",
     "number_of",
+    "on",
     "outside_of_capture",
     "over",
     "pci_address",

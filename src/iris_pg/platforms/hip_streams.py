@@ -9,14 +9,15 @@ from __future__ import annotations
 import ctypes
 import os
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 
 from iris_pg.errors import UnsupportedError
 from iris_pg.platforms import hip_runtime as h
-from iris_pg.platforms.cuda import FlagOp, Launch, view
+from iris_pg.platforms.cuda import view
+from iris_pg.platforms.cuda_streams import FlagOp, Launch
 
 
 def stream_handle(stream: int) -> Any:
@@ -49,48 +50,53 @@ def copy_2d(dst: int, src: int, width_bytes: int, rows: int, dst_pitch_bytes: in
     return launch
 
 
-class FlagCalls:
-    """What makes a stream access flags one after another, a call each: batches of them have been wrong in graphs that
-    are replayed (ROCm/rocm-systems #9334).
+class Calls:
+    """What a stream is told, one thing after another, and a word that it may write behind it.
 
     Args:
-        ops: the accesses.
-        mark: address of a word to write behind them, when :meth:`marked` is called.
+        launches: what it is told.
+        ops: flags that it accesses behind them.
+        mark: address of the word.
     """
 
-    def __init__(self, ops: Sequence[FlagOp], mark: int | None = None) -> None:
-        runtime = h.runtime()
-        self._wait, self._write, self._ops, self._mark = (
-            runtime.hipStreamWaitValue32,
-            runtime.hipStreamWriteValue32,
-            ops,
-            mark,
-        )
+    def __init__(self, launches: Iterable[Launch], ops: Sequence[FlagOp] = (), mark: int | None = None) -> None:
+        self._launches, self._mark = [*launches, *flags(ops)], mark
 
     def __call__(self, stream: Any) -> None:
-        """Access the flags."""
-        for op in self._ops:
-            if op.waits:
-                status = self._wait(stream, op.address, op.value, h.EQUAL, h.ALL_BITS)
-            else:
-                status = self._write(stream, op.address, op.value, 0)
-            if status:
-                raise h.error("hipStreamWaitValue32" if op.waits else "hipStreamWriteValue32", status)
+        """Let ``stream`` do it, without the mark."""
+        for launch in self._launches:
+            launch(stream)
 
     def marked(self, stream: Any, value: int) -> None:
-        """Access the flags, then write ``value`` into the word."""
+        """Let ``stream`` do it, and write ``value`` into the word."""
         self(stream)
         self.mark(stream, value)
 
     def mark(self, stream: Any, value: int) -> None:
-        """Write ``value`` into the word."""
+        """Let ``stream`` write ``value`` into the word."""
         assert self._mark is not None
-        write(stream, self._mark, value)
+        write(self._mark, value)(stream)
 
 
-def write(stream: Any, address: int, value: int) -> None:
-    """Let a stream write a 32-bit word, after all that it did before."""
-    h.call("hipStreamWriteValue32", stream, address, value, 0)
+def flags(ops: Sequence[FlagOp]) -> list[Launch]:
+    """Return what accesses flags one after another, a call each: batches of them have been wrong in graphs that are
+    replayed (ROCm/rocm-systems #9334).
+    """
+    return [_wait(op.address, op.value) if op.waits else write(op.address, op.value) for op in ops]
+
+
+def _wait(address: int, value: int) -> Launch:
+    return lambda stream: h.call("hipStreamWaitValue32", stream, address, value, h.EQUAL, h.ALL_BITS)
+
+
+def write(address: int, value: int) -> Launch:
+    """Return what writes a 32-bit word, after all that the stream did before."""
+    return lambda stream: h.call("hipStreamWriteValue32", stream, address, value, 0)
+
+
+def on(stream: Any, launch: Launch) -> Launch:
+    """Return what does the same on one stream, whatever stream it is given."""
+    return lambda _: launch(stream)
 
 
 class Event:
@@ -155,10 +161,10 @@ def check(
         settle()
         word.value = 0
         calls: list[Launch] = [
-            FlagCalls([FlagOp(False, on_gpu, turn), FlagOp(True, on_gpu, turn)]),
+            *flags([FlagOp(False, on_gpu, turn), FlagOp(True, on_gpu, turn)]),
             copy(there, source, nbytes),
             *([copy(back, there, nbytes)] if there != back else []),
-            FlagCalls([FlagOp(False, on_gpu, 1000 + turn)]),
+            *flags([FlagOp(False, on_gpu, 1000 + turn)]),
         ]
         for launch in calls:
             launch(stream)
@@ -176,4 +182,4 @@ def check(
             )
 
 
-__all__ = ["CHECKED_BYTES", "Event", "FlagCalls", "check", "copy", "copy_2d", "stream_handle", "write"]
+__all__ = ["CHECKED_BYTES", "Calls", "Event", "check", "copy", "copy_2d", "flags", "on", "stream_handle", "write"]
