@@ -109,6 +109,9 @@ class DeviceCopies:
         to hang.
         """
         key, local, slot = what.key, what.local, (sequence + self._ahead) % SLOTS
+        if not captures and (prepared := what.ready.get(slot)):
+            self._ahead += prepared.chunks - 1
+            return prepared
         known: Hashable = (key, local, slot, what.addresses, captures)
         prepared = self._prepared.get(known)
         if prepared is None:
@@ -121,6 +124,8 @@ class DeviceCopies:
                 rounds = lanes and captures and not _is_free(made)
                 prepared = self._prepare(made, what.names, what.addresses, 0, lanes, rounds, chunks)
             self._keep(known, prepared)
+        if not captures:
+            what.ready[slot] = prepared
         self._ahead += prepared.chunks - 1
         return prepared
 

@@ -13,9 +13,10 @@ from typing import Any
 
 import torch
 
+from iris_pg.copy_engine.stream import Joins
 from iris_pg.device_copies import DeviceCopies, Prepared
 from iris_pg.device_page import DevicePage
-from iris_pg.device_work import End, Held, Lane, StreamWork
+from iris_pg.device_work import End, Held, Lane, StreamWork, raw_stream
 from iris_pg.errors import ArgumentError, UnsupportedError
 from iris_pg.flags import MAIL_SLOTS
 from iris_pg.watch import Key, Watch
@@ -47,6 +48,7 @@ class DeviceMessages:
     _mail: dict[tuple[str, int], MailLane]
     _lock: threading.RLock
     _events: list[torch.cuda.Event]
+    _joins: Joins
     # Of the transport, for all operations.
     _check_usable: Callable[[Key], None]
     _capture: Callable[..., StreamWork]
@@ -102,7 +104,7 @@ class DeviceMessages:
                 return self._capture(said, prepared, outputs, after, is_in_line=False)
             stream, raw = mail.stream, mail.stream.cuda_stream
             try:
-                stream.wait_stream(torch.cuda.current_stream(self.device))
+                self._joins.join(raw, raw_stream(self.device))
                 with torch.cuda.stream(stream):
                     prepared.launch(self._handle(raw), lane.next, after)
                 end = End(stream, self._events)

@@ -9,6 +9,7 @@ from iris_pg.collectives.flow import Flow, Fold
 from iris_pg.watch import Key
 
 if TYPE_CHECKING:
+    from iris_pg.device_copies import Prepared
     from iris_pg.device_exchanges import PreparedExchanges
 
 
@@ -21,10 +22,12 @@ class DeviceOperation:
 
     Attributes:
         launches: its launches, once it is known to be one of the cu engine: the same every time.
+        is_copied: whether it is known to be one of copies.
+        ready: what it is as copies, by slot, when no graph is captured.
         halves: of one that is kernels between some ranks and copies between others, the two.
     """
 
-    __slots__ = ("addresses", "flow", "halves", "key", "launches", "local", "names")
+    __slots__ = ("addresses", "flow", "halves", "is_copied", "key", "launches", "local", "names", "ready")
 
     def __init__(
         self,
@@ -37,6 +40,8 @@ class DeviceOperation:
         self.key, self.local, self.flow, self.names = key, local, flow, names
         self.addresses = tuple(addresses)
         self.launches: PreparedExchanges | None = None
+        self.is_copied = False
+        self.ready: dict[int, Prepared] = {}
         self.halves: tuple[DeviceOperation, DeviceOperation] | None = None
 
     def split(self, most: int) -> tuple[DeviceOperation, DeviceOperation]:

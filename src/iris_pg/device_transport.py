@@ -28,6 +28,7 @@ import torch
 from iris_pg.collectives.barrier import barrier
 from iris_pg.collectives.flow import Flow, Fold, largest_part
 from iris_pg.collectives.setting import Setting
+from iris_pg.copy_engine.stream import Joins
 from iris_pg.device_copies import DeviceCopies, Prepared
 from iris_pg.device_exchanges import (
     DeviceExchanges,
@@ -132,7 +133,7 @@ class DeviceTransport(DeviceMessages):
         self._lock = threading.RLock()  # operations are numbered and put on streams in one order
         self._index, self._side = device.index, torch.cuda.Stream(device)
         self._raw_side = self._side.cuda_stream
-        self._fork, self._events = torch.cuda.Event(), list[torch.cuda.Event]()
+        self._joins, self._events = Joins(), list[torch.cuda.Event]()
         self._last: dict[bool, int | None] = {False: None, True: None}  # was it captured -> the last one's stream
         self._lanes = [self._lane]
         self._mail: dict[tuple[str, int], MailLane] = {}
@@ -214,8 +215,7 @@ class DeviceTransport(DeviceMessages):
                     return self._capture(key, prepared, outputs, after)
                 if asynchronous:
                     held, side = Held(keep), self._side
-                    self._fork.record(stream_of(self.device, raw))
-                    side.wait_event(self._fork)
+                    self._joins.join(self._raw_side, raw)
                     raw = self._raw_side
                 if self._last[False] != raw:
                     self._follow(raw, False)
@@ -238,6 +238,8 @@ class DeviceTransport(DeviceMessages):
     def _prepare(
         self, what: DeviceOperation, program: Callable[[Setting], Program] | None, captures: bool
     ) -> Prepared | PreparedExchanges | PreparedBoth:
+        if what.is_copied and not program:
+            return self._copies.operation(what, self.watch.sequence + 1, None, captures)
         if self._exchanges and not program:
             most = pair_limit(self._requested, str(what.key[0]))
             if most is not None and self.world > 1:
@@ -245,6 +247,7 @@ class DeviceTransport(DeviceMessages):
             if self._is_for_kernels(what.key, what.local, what.flow):
                 what.launches = self._exchanges.operation(what)
                 return what.launches
+        what.is_copied = not program
         return self._copies.operation(what, self.watch.sequence + 1, program, captures)
 
     def _prepare_pairs(
@@ -309,9 +312,8 @@ class DeviceTransport(DeviceMessages):
         """
         last = self._last[captures]
         if last is not None and last != raw:
-            stream = stream_of(self.device, last)
-            if not captures or _is_capturing(stream):
-                stream_of(self.device, raw).wait_stream(stream)
+            if not captures or _is_capturing(stream_of(self.device, last)):
+                self._joins.join(raw, last)
         self._last[captures] = raw
 
     def _handle(self, raw: int) -> Any:

@@ -25,6 +25,8 @@ from iris_pg.errors import UnsupportedError
 from iris_pg.platforms.gpu import platform as gpu
 from iris_pg.program import Copy, Copy2D, Program, Reduce, Ref, Signal, Take
 
+_JOINS = 1024  # most pairs of streams whose calls are kept
+
 
 @dataclass(frozen=True)
 class Flags:
@@ -138,6 +140,24 @@ def lower(program: Program, address: Callable[[Ref], int], lanes: bool = True) -
     return actions
 
 
+class Joins:
+    """Lets streams wait for what others have been told, by one event: who waits for it waits for what it stood for."""
+
+    def __init__(self) -> None:
+        self._event = gpu.Event()
+        self._calls: dict[tuple[int, int], gpu.Calls] = {}
+
+    def join(self, stream: int, other: int) -> None:
+        """Let ``stream`` wait for what ``other`` has been told, both torch's handles."""
+        calls = self._calls.get((stream, other))
+        if calls is None:
+            if len(self._calls) >= _JOINS:
+                self._calls.clear()
+            told = (other, self._event.record), (stream, self._event.wait)
+            calls = self._calls[stream, other] = gpu.Calls(gpu.on(gpu.stream_handle(raw), call) for raw, call in told)
+        calls(0)  # each has its stream
+
+
 class SecondStream:
     """A stream beside the one of an operation.
 
@@ -216,4 +236,4 @@ def _bound(action: Action, device: torch.device, ctas: int, events: dict[int, gp
     return [reduction(device, ctas, action.op, action.dtype, action.dst, action.sources, action.nbytes)]
 
 
-__all__ = ["Action", "Flags", "Linear", "Order", "Rectangle", "Reduction", "SecondStream", "bind", "lower"]
+__all__ = ["Action", "Flags", "Joins", "Linear", "Order", "Rectangle", "Reduction", "SecondStream", "bind", "lower"]
