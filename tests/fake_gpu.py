@@ -17,7 +17,7 @@ import time
 import torch
 import torch.distributed as dist
 
-from iris_pg import device_transport, device_work
+from iris_pg import device_transport, device_work, process_group
 from iris_pg.copy_engine import stream as stream_engine
 from iris_pg.copy_engine.reduction import reduce_bytes
 from iris_pg.operations import base, exchanges, gathers, reductions, rooted
@@ -174,6 +174,7 @@ def pretend():
         (device_work, dict(raw_stream=lambda device: Stream.current.cuda_stream)),
         (device_transport, dict(stream_of=lambda device, raw: Stream.all[raw])),
         (device_transport, dict(raw_stream=lambda device: Stream.current.cuda_stream)),
+        (process_group, dict(raw_stream=lambda device: Stream.current.cuda_stream)),
         *((module, dict(place=place)) for module in (gathers, reductions, rooted, exchanges)),
         (torch.cuda, dict(Stream=Stream, Event=Event, stream=on, device=lambda device: contextlib.nullcontext())),
         (torch.cuda, dict(current_stream=lambda device=None: Stream.current, synchronize=synchronize)),
