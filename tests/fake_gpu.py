@@ -17,7 +17,7 @@ import time
 import torch
 import torch.distributed as dist
 
-from iris_pg import device_messages, device_transport, device_work
+from iris_pg import device_messages, device_transport, device_work, process_group
 from iris_pg.copy_engine import stream as stream_engine
 from iris_pg.copy_engine.reduction import reduce_bytes
 from iris_pg.operations import base, exchanges, gathers, reductions, rooted
@@ -183,7 +183,7 @@ def pretend():
         (device_transport, dict(stream_of=lambda device, raw: Stream.all[raw])),
         *(
             (module, dict(raw_stream=lambda device: Stream.current.cuda_stream))
-            for module in (device_work, device_transport, device_messages)
+            for module in (device_work, device_transport, device_messages, process_group)
         ),
         *((module, dict(place=place)) for module in (gathers, reductions, rooted, exchanges)),
         (torch.cuda, dict(Stream=Stream, Event=Event, stream=current, device=lambda device: contextlib.nullcontext())),

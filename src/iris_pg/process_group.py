@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 import torch.distributed as dist
 
+from iris_pg.device_work import raw_stream
 from iris_pg.errors import ArgumentError, ClosedError, MismatchError, UnsupportedError, where
 from iris_pg.memory.heap import SymmetricHeap
 from iris_pg.memory.pool import TensorPool
@@ -40,6 +41,8 @@ if TYPE_CHECKING:
     from iris_pg.device_transport import DeviceTransport
 
 Tensor = torch.Tensor
+
+_FAKE = torch._C._TorchDispatchModeKey.FAKE
 
 
 @front.install
@@ -232,34 +235,39 @@ class IrisProcessGroup(Reductions, Exchanges, Rooted, Messages, dist.ProcessGrou
 
     def supports_tensor_alloc(self, device: torch.device) -> bool:
         """Return whether :meth:`allocate_tensor` makes tensors for ``device``."""
-        kind = torch.device(device).type
-        return kind == "cpu" or (kind == "cuda" and torch.cuda.is_available())
+        kind = device.type if isinstance(device, torch.device) else torch.device(device).type
+        # Whether there is a GPU takes torch a while to say, and a group that has one knows.
+        return kind == "cpu" or (kind == "cuda" and (self._device_transport is not None or torch.cuda.is_available()))
 
     def allocate_tensor(self, size: int, *, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Return an uninitialised tensor [size] in the group's symmetric heap; its memory is used again when it and all
         views of it are gone. All ranks call this in the same order. See :class:`TensorPool`.
 
         Raises:
-            UnsupportedError: not a CPU device. Else as :meth:`TensorPool.tensor`.
+            UnsupportedError: neither a CPU nor a CUDA device. Else as :meth:`TensorPool.tensor`, and for a CUDA device
+                as :meth:`heap_on`.
         """
-        if torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None:
+        if torch._C._get_dispatch_mode(_FAKE) is not None:
             return torch.empty(size, dtype=dtype, device=device)
+        if not isinstance(device, torch.device):
+            device = torch.device(device)
+        if device.type == "cpu":
+            return self.pool.tensor(size, dtype)
         if not self.supports_tensor_alloc(device):
             raise UnsupportedError(
                 f"allocate_tensor on {device}: heaps are on CPUs and CUDA devices; use torch.empty "
                 f"{where(group=self._name, rank=self._rank)}"
             )
-        device = torch.device(device)
-        if device.type == "cuda":
-            index = torch.cuda.current_device() if device.index is None else device.index
-            self._on(torch.device("cuda", index))
-            return self._device_pool.tensor(size, dtype)
-        return self.pool.tensor(size, dtype)
+        if device.index is None:
+            device = torch.device("cuda", torch.cuda.current_device())
+        self._on(device)
+        return self._device_pool.tensor(size, dtype)
 
     @functools.cached_property
     def _device_pool(self) -> TensorPool:
         assert self._device_transport
-        return TensorPool(self._device_transport.heap)
+        heap = self._device_transport.heap
+        return TensorPool(heap, functools.partial(raw_stream, heap.device))
 
     @functools.cached_property
     def pool(self) -> TensorPool:
@@ -377,6 +385,9 @@ class IrisProcessGroup(Reductions, Exchanges, Rooted, Messages, dist.ProcessGrou
         if self._device_transport:
             self._device_transport.close(why, patience_s)
         self.transport.close(why)
+        for name in ("pool", "_device_pool"):
+            if name in vars(self):
+                vars(self)[name].close()
         self.links.close(why)
 
 

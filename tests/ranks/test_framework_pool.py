@@ -9,6 +9,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
+import fake_gpu
+import rank_pool
 from iris_pg.errors import ClosedError, HeapExhaustedError, IrisError, MismatchError
 from iris_pg.memory.pool import log
 
@@ -105,6 +107,7 @@ def test_ranks_that_differ_are_an_error_and_no_byte_goes_wrong(ranks):
 
 
 def exhausts(rank, world):
+    mapped = rank_pool.shared_mappings()
     held = [make(1 << 16)]
     with pytest.raises(HeapExhaustedError, match="raise heap_bytes"):
         make(1 << 20)
@@ -115,6 +118,7 @@ def exhausts(rank, world):
     dist.destroy_process_group()
     held[0].fill_(1)  # it outlives its group
     held.clear()
+    assert not rank_pool.shared_mappings() - mapped  # though the group's object is still there, and its pool
     with pytest.raises(ClosedError, match="the heap is closed"):
         group.allocate_tensor(1 << 16, dtype=torch.float32, device=CPU)
 
@@ -156,6 +160,32 @@ def keeps_streams_apart(rank, world):
 
 def test_a_block_stays_with_its_stream(ranks):
     ranks(2).run(keeps_streams_apart, options=dict(heap_bytes=3 << 18))
+
+
+def takes_blocks_of_a_gpu(rank, world):
+    with fake_gpu.pretend():
+        group, device = dist.group.WORLD, fake_gpu.DEVICE
+        assert not group.supports_tensor_alloc(device)  # torch has none
+        heap = group._on(device).heap
+        assert group.supports_tensor_alloc(device)
+        streams = fake_gpu.Stream.current, fake_gpu.Stream()
+
+        def on(stream, device=device):
+            with fake_gpu.on(stream):
+                tensor = group.allocate_tensor(1000, dtype=torch.float32, device=device)
+            assert heap.offset_of(tensor.data_ptr(), 4000) is not None
+            return tensor.data_ptr()
+
+        first, second = (on(stream) for stream in streams)
+        assert first != second
+        assert [on(stream) for stream in streams] == [first, second]
+        assert on(streams[1], "cuda") == second
+        assert group._device_pool.blocks == 2
+        assert "pool" not in vars(group)
+
+
+def test_a_group_of_cuda_tensors_has_a_pool_on_its_gpu(ranks):
+    ranks(2).run(takes_blocks_of_a_gpu, options=dict(engine="sdma"))
 
 
 def allocates_from_threads(rank, world):

@@ -42,9 +42,6 @@ class Range(Protocol):
     def tensor(self, offset: int, nbytes: int) -> torch.Tensor:
         """Return a uint8 tensor [nbytes] over the range, which keeps it."""
 
-    def owned(self, offset: int, nbytes: int) -> tuple[torch.Tensor, object]:
-        """Return such a tensor, of at least one byte, and what goes when the last tensor over the same storage does."""
-
 
 class Memory(Protocol):
     """What a heap is made of, on one platform.
@@ -233,12 +230,6 @@ class SymmetricHeap:
     def bytes_at(self, rank: int, offset: int, nbytes: int) -> torch.Tensor:
         """Return rank's bytes [nbytes] as a uint8 tensor mapped here."""
         return self._ranges[rank].tensor(offset, nbytes)
-
-    def owned(self, offset: int, nbytes: int) -> tuple[torch.Tensor, object]:
-        """Return this rank's bytes [nbytes], at least one, as a uint8 tensor, and what can be referred to weakly and
-        goes with the last view of it.
-        """
-        return self._ranges[self.rank].owned(offset, nbytes)
 
     def close(self) -> None:
         """Drop every mapping; memory that a tensor still views stays until that tensor is gone. Idempotent."""

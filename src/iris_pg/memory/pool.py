@@ -1,7 +1,8 @@
 """Tensors in the symmetric heap that are given back when nobody uses them any more, as torch's own are.
 
 FSDP2 makes its buffers with the group's ``allocate_tensor``, at every layer of every step, and never frees one. So
-blocks are kept by size, and a block is idle again when the storage of its tensor, and of every view of it, is gone.
+blocks are kept by size, and a block is idle again when nothing but the pool holds its storage: no tensor or view, and
+nobody who has kept ``tensor.untyped_storage()``. That is looked at when a block is wanted, and costs nothing before.
 
 A tensor from the pool lies at the same offset on every rank as long as all ranks make and drop tensors of one size in
 the same order: each takes the idle block that it has handed out longest ago. That one has most likely been idle for a
@@ -22,8 +23,9 @@ import gc
 import logging
 import threading
 import time
-import weakref
 from collections import deque
+from collections.abc import Callable
+from sys import getrefcount
 from typing import TypeAlias
 
 import torch
@@ -36,30 +38,82 @@ log = logging.getLogger("iris_pg")
 
 _Kind: TypeAlias = tuple[int, int]  # of blocks: nbytes, and torch's handle of their stream, 0 on CPUs
 
-_COLLECT_S = 1.0  # least time between two runs of Python's collector
+_COLLECT_S = 1.0  # seconds; least time between two runs of Python's collector
+
+_use_count = torch._C._storage_Use_Count
+
+
+class _Block:
+    """Bytes that are handed out together, with one storage over them, which is made once and not for each tensor.
+
+    Args:
+        offset: of the bytes in the heap.
+        memory: uint8 [nbytes], over them; nothing else holds its storage. No inference tensor.
+
+    Attributes:
+        number: of the call that handed it out last.
+        nbytes: of the storage.
+    """
+
+    __slots__ = ("_address", "_cdata", "_dtype", "_sample", "_storage", "nbytes", "number", "offset")
+
+    def __init__(self, offset: int, memory: torch.Tensor) -> None:
+        self.offset, self.number = offset, 0
+        self.lie_over(memory)
+
+    def lie_over(self, memory: torch.Tensor) -> None:
+        """Take the storage of ``memory`` instead."""
+        self._sample, self._dtype = memory, memory.dtype
+        self._storage = memory.untyped_storage()
+        self._cdata, self._address, self.nbytes = self._storage._cdata, memory.data_ptr(), memory.numel()
+
+    def counts(self) -> tuple[int, int, int]:
+        """Return by how many the storage is held in C++, its Python object in Python, and the first once more.
+
+        Tensors, and what is made of them by NumPy or DLPack, count in C++; a storage that was asked for counts in
+        Python when its tensor is gone. Another thread may take one for the other between two looks, in either
+        direction, and is seen at the look before or behind.
+        """
+        return _use_count(self._cdata), getrefcount(self._storage), _use_count(self._cdata)
+
+    def fits(self, nbytes: int) -> bool:
+        """Return whether the storage is ``nbytes`` long and still over the block; ``share_memory_()`` moves it away."""
+        return self.nbytes == nbytes and self._storage.data_ptr() == self._address
+
+    def tensor(self, dtype: torch.dtype) -> torch.Tensor:
+        """Return a new tensor [nbytes / itemsize] over the storage: no view of another, with a version of its own."""
+        if dtype is not self._dtype:
+            with torch.inference_mode(False):
+                empty = torch.empty(0, dtype=dtype, device=self._storage.device)
+                self._sample = empty.set_(self._storage)
+            self._dtype = dtype
+        return self._sample.data  # which is one call of C++, and torch.empty and set_ are ten times as much
+
+
+_IDLE = _Block(0, torch.frombuffer(bytearray(1), dtype=torch.uint8)).counts()  # when only the pool holds a storage
 
 
 class TensorPool:
     """A pool in a heap. Its methods may be called from any thread, by all ranks in one order.
+
+    Args:
+        heap: where its tensors lie.
+        stream: returns torch's handle of the current stream; None on CPUs.
 
     Attributes:
         blocks: number of blocks that the pool holds of the heap, idle or in use.
         nbytes: of all blocks.
     """
 
-    def __init__(self, heap: SymmetricHeap) -> None:
-        self._heap = heap
+    def __init__(self, heap: SymmetricHeap, stream: Callable[[], int] | None = None) -> None:
+        self._heap, self._stream = heap, stream
         self.blocks = self.nbytes = 0
         self._lock = threading.RLock()
-        self._idle: dict[_Kind, list[tuple[int, int]]] = {}  # -> (number when handed out last, offset)
-        self._in_use: dict[_Kind, int] = {}  # -> number of blocks
+        self._blocks: dict[_Kind, deque[_Block]] = {}  # in the order in which they were handed out last
         self._full_at: dict[
             int, int
         ] = {}  # nbytes of a block -> bytes of the heap in use when there was no room for it
         self._numbers = 0
-        # Storages die in any thread, also in the middle of a call here: what they leave is only noted, and put in order
-        # by the next call.
-        self._returned: deque[tuple[_Kind, int, int]] = deque()
         self._collected = -_COLLECT_S
 
     def tensor(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
@@ -72,40 +126,62 @@ class TensorPool:
         nbytes = numel * dtype.itemsize
         if nbytes == 0:
             return torch.empty(numel, dtype=dtype, device=self._heap.device)
-        kind = align_up(nbytes), self._stream()
+        kind = align_up(nbytes), self._stream() if self._stream else 0
         with self._lock:
             self._heap._check_open("allocate_tensor")
-            offset = self._take(kind)
+            block = self._take(kind, nbytes)
             self._numbers += 1
-            self._in_use[kind] = self._in_use.get(kind, 0) + 1
-            tensor, owner = self._heap.owned(offset, nbytes)
-            end = weakref.finalize(owner, self._returned.append, (kind, self._numbers, offset))
-            end.atexit = False
-        return tensor.view(dtype)
+            block.number = self._numbers
+            # A storage is as long as its tensor, as those of torch.empty are: who copies or saves it gets no more.
+            if not block.fits(nbytes):
+                block.lie_over(self._memory(block.offset, nbytes))
+            return block.tensor(dtype)
 
-    def _stream(self) -> int:
-        device = self._heap.device
-        return torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
+    def close(self) -> None:
+        """Let go of the memory, of which each block stays until its tensors are gone. After the heap was closed;
+        idempotent.
+        """
+        # Without the lock: another thread may be in a collective call, or have been when this process was forked.
+        self._blocks = {}
 
-    def _take(self, kind: _Kind) -> int:
-        """Return the offset of an idle block, or of a new one."""
-        if not self._find(kind) and self._in_use.get(kind):
+    def _memory(self, offset: int, nbytes: int) -> torch.Tensor:
+        with torch.inference_mode(False):
+            return self._heap.bytes_at(self._heap.rank, offset, nbytes)
+
+    def _take(self, kind: _Kind, nbytes: int) -> _Block:
+        """Return an idle block, or a new one, which is now the last of its kind."""
+        blocks = self._blocks.get(kind)
+        if blocks is None:
+            blocks = self._blocks[kind] = deque()
+        block = _oldest_idle(blocks)
+        if block is None and blocks and time.monotonic() > self._collected + _COLLECT_S:
             # A tensor may wait for Python's collector, which has come along on a peer. That peer would see an idle
             # block, and not come to a collective call.
-            if time.monotonic() > self._collected + _COLLECT_S:
-                gc.collect()
-                self._collected = time.monotonic()
-        if idle := self._find(kind):
-            return _oldest(idle)
-        size, _ = kind
-        others = [idle for (n, _), idle in self._idle.items() if n == size and idle]
+            gc.collect()
+            self._collected = time.monotonic()
+            block = _oldest_idle(blocks)
+        if block is not None:
+            blocks.remove(block)
+            blocks.append(block)
+            return block
+        block = self._new(kind[0], nbytes)
+        blocks.append(block)
+        if self._heap._closed:  # meanwhile, and close() may have come before the block
+            self._blocks = {}
+        return block
+
+    def _new(self, size: int, nbytes: int) -> _Block:
+        """Return a new block; where there is no room for one, take out the idle block of another stream that was handed
+        out longest ago.
+        """
+        others = [(block, of) for (n, _), of in self._blocks.items() if n == size and (block := _oldest_idle(of))]
         used = self._heap._allocator.used_bytes
         if not others or used < self._full_at.get(size, used + 1):
             try:
                 offset = self._heap.allocate(size)
                 self.blocks += 1
                 self.nbytes += size
-                return offset
+                return _Block(offset, self._memory(offset, nbytes))
             except HeapExhaustedError as error:
                 if not others:
                     raise
@@ -115,22 +191,17 @@ class TensorPool:
                 self._full_at[size] = used
         if self._heap.device.type == "cuda":
             torch.cuda.synchronize(self._heap.device)  # whatever has used the block is done
-        return _oldest(min(others, key=min))
-
-    def _find(self, kind: _Kind) -> list[tuple[int, int]]:
-        """Return the idle blocks of a kind, with those that have been returned by now."""
-        while self._returned:
-            returned, number, offset = self._returned.popleft()
-            self._idle.setdefault(returned, []).append((number, offset))
-            self._in_use[returned] -= 1
-        return self._idle.get(kind, [])
+        block, blocks = min(others, key=lambda other: other[0].number)
+        blocks.remove(block)
+        return block
 
 
-def _oldest(idle: list[tuple[int, int]]) -> int:
-    """Take out the block that was handed out longest ago; return its offset."""
-    block = min(idle)
-    idle.remove(block)
-    return block[1]
+def _oldest_idle(blocks: deque[_Block]) -> _Block | None:
+    """Return the idle block that was handed out longest ago."""
+    for block in blocks:
+        if block.counts() == _IDLE:
+            return block
+    return None
 
 
 __all__ = ["TensorPool"]

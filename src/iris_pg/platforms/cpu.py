@@ -126,13 +126,11 @@ class Reservation:
 
     def tensor(self, offset: int, nbytes: int) -> torch.Tensor:
         """Return a uint8 tensor [nbytes] over the range; it keeps the mapping alive."""
-        return self.owned(offset, nbytes)[0] if nbytes else torch.empty(0, dtype=torch.uint8)
-
-    def owned(self, offset: int, nbytes: int) -> tuple[torch.Tensor, object]:
-        """Return such a tensor, of at least one byte, and what goes when the last tensor over the same storage does."""
+        if nbytes == 0:
+            return torch.empty(0, dtype=torch.uint8)
         memory = (ctypes.c_char * nbytes).from_address(self.address + offset)
         memory.owner = self  # type: ignore[attr-defined]
-        return torch.frombuffer(memory, dtype=torch.uint8), memory
+        return torch.frombuffer(memory, dtype=torch.uint8)
 
 
 class HostMemory:

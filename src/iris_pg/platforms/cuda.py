@@ -218,12 +218,8 @@ class DeviceRange:
         """Return a uint8 tensor [nbytes] over the range, which lies on this GPU; it keeps the mapping alive."""
         if nbytes == 0:
             return torch.empty(0, dtype=torch.uint8, device=self._memory.device)
-        return self.owned(offset, nbytes)[0]
-
-    def owned(self, offset: int, nbytes: int) -> tuple[torch.Tensor, object]:
-        """Return such a tensor, of at least one byte, and what goes when the last tensor over the same storage does."""
         memory = _Bytes(self, self.address + offset, nbytes)
-        return torch.as_tensor(memory, device=self._memory.device), memory
+        return torch.as_tensor(memory, device=self._memory.device)
 
 
 class _Bytes:

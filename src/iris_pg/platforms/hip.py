@@ -208,10 +208,6 @@ class DeviceRange:
         """Return a uint8 tensor [nbytes] over the range, which lies on this GPU; it keeps the mapping alive."""
         if nbytes == 0:
             return torch.empty(0, dtype=torch.uint8, device=self._memory.device)
-        return self.owned(offset, nbytes)[0]
-
-    def owned(self, offset: int, nbytes: int) -> tuple[torch.Tensor, object]:
-        """Return such a tensor, of at least one byte, and what goes when the last tensor over the same storage does."""
         return over(self._memory.device, self.address + offset, nbytes, self)
 
 
@@ -252,24 +248,15 @@ def _ipc_segment(nbytes: int) -> int:
     return fd
 
 
-def over(device: torch.device, address: int, nbytes: int, owner: object) -> tuple[torch.Tensor, object]:
-    """Return a uint8 tensor [nbytes] at an address of ``device``, which keeps ``owner``; and what goes with the last
-    tensor over its storage.
+def over(device: torch.device, address: int, nbytes: int, owner: object) -> torch.Tensor:
+    """Return a uint8 tensor [nbytes] at an address of ``device``; it and every tensor over its storage keep ``owner``.
 
     Torch keeps the Python object of a storage for as long as the storage, and with it what it refers to. Its
     ``__cuda_array_interface__`` would have HIP say on which GPU an address is, of which peers' memory is not.
     """
     storage = torch._C._construct_storage_from_data_pointer(address, device, nbytes)
-    held = _Held(owner)
-    storage.iris_pg_held = held  # type: ignore[attr-defined]
-    return torch.empty(0, dtype=torch.uint8, device=device).set_(storage, 0, (nbytes,), (1,)), held
-
-
-class _Held:
-    """What a storage refers to."""
-
-    def __init__(self, owner: object) -> None:
-        self.owner = owner
+    storage.iris_pg_owner = owner  # type: ignore[attr-defined]
+    return torch.empty(0, dtype=torch.uint8, device=device).set_(storage, 0, (nbytes,), (1,))
 
 
 def _unmap(device: torch.device, address: int, nbytes: int, mapped: list[tuple[int, int]], process: int) -> None:
