@@ -171,7 +171,7 @@ def takes_blocks_of_a_gpu(rank, world):
         streams = fake_gpu.Stream.current, fake_gpu.Stream()
 
         def on(stream, device=device):
-            with fake_gpu.on(stream):
+            with fake_gpu.current(stream):
                 tensor = group.allocate_tensor(1000, dtype=torch.float32, device=device)
             assert heap.offset_of(tensor.data_ptr(), 4000) is not None
             return tensor.data_ptr()
