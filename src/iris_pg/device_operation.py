@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from iris_pg.collectives.flow import Flow, Fold
-from iris_pg.watch import Key
+from iris_pg.watch import Key, tag_of
 
 if TYPE_CHECKING:
     from iris_pg.device_copies import Prepared
@@ -21,13 +21,14 @@ class DeviceOperation:
         addresses: of the buffers, by position in ``names``.
 
     Attributes:
+        tag: of the key, for flags.
         launches: its launches, once it is known to be one of the cu engine: the same every time.
         is_copied: whether it is known to be one of copies.
         ready: what it is as copies, by slot, when no graph is captured.
         halves: of one that is kernels between some ranks and copies between others, the two.
     """
 
-    __slots__ = ("addresses", "flow", "halves", "is_copied", "key", "launches", "local", "names", "ready")
+    __slots__ = ("addresses", "flow", "halves", "is_copied", "key", "launches", "local", "names", "ready", "tag")
 
     def __init__(
         self,
@@ -38,7 +39,7 @@ class DeviceOperation:
         addresses: Sequence[int],
     ) -> None:
         self.key, self.local, self.flow, self.names = key, local, flow, names
-        self.addresses = tuple(addresses)
+        self.addresses, self.tag = tuple(addresses), tag_of(key)
         self.launches: PreparedExchanges | None = None
         self.is_copied = False
         self.ready: dict[int, Prepared] = {}

@@ -209,7 +209,7 @@ class DeviceTransport(DeviceMessages):
             # Before anyone is told that the operation has begun: what is wrong with it is an error and no more.
             prepared = what.launches or self._prepare(what, program, captures)
             lane, end, held, raw = self._lane, None, None, raw_stream(self.device)
-            watch.begin(key, None if captures else lane.count + 1)
+            watch.begin(key, None if captures else lane.count + 1, what.tag)
             try:
                 if captures:
                     return self._capture(key, prepared, outputs, after)
@@ -231,7 +231,7 @@ class DeviceTransport(DeviceMessages):
                 watch.give_up(error)
                 raise
             lane.add(key, prepared.program, held)
-            if asynchronous or len(lane) > _LOOK_FROM:
+            if asynchronous or (len(lane) > _LOOK_FROM and lane.count % _LOOK_FROM == 0):
                 lane.oldest()
             return StreamWork(outputs, self.device, raw, end, self._failed_with, held, blocks)
 

@@ -208,7 +208,7 @@ class Lane:
     def __init__(self, word: Callable[[], int], peer_word: Callable[[int], int]) -> None:
         self._word, self._peer_word = word, peer_word
         self.count = 0
-        self._begun: deque[Begun] = deque()
+        self._begun: deque[tuple[int, tuple[Any, ...], Program, Held | None]] = deque()
         self.moved_at = time.monotonic()
 
     def __len__(self) -> int:
@@ -230,7 +230,7 @@ class Lane:
         self.count += 1
         if not self._begun:
             self.moved_at = time.monotonic()
-        self._begun.append(Begun(self.count, what, program, held))
+        self._begun.append((self.count, what, program, held))
 
     def has_done(self, peer: int, number: int) -> bool:
         """Return whether ``peer`` has done its part of an operation."""
@@ -240,12 +240,12 @@ class Lane:
         """Return the oldest operation that is not done; lets go of the tensors of those that are."""
         done = self.done
         while self._begun:
-            first = self._begun[0]
-            if first.number > done:
-                return first
+            number, _, _, held = first = self._begun[0]
+            if number > done:
+                return Begun(*first)
             self._begun.popleft()
-            if first.held:
-                first.held.tensors = None
+            if held:
+                held.tensors = None
             self.moved_at = time.monotonic()
         return None
 

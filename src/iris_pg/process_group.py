@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
 Tensor = torch.Tensor
 
-_FAKE = torch._C._TorchDispatchModeKey.FAKE
+_FAKE, _dispatch_mode = torch._C._TorchDispatchModeKey.FAKE, torch._C._get_dispatch_mode
 
 
 @front.install
@@ -86,6 +86,7 @@ class IrisProcessGroup(Reductions, Exchanges, Rooted, Messages, dist.ProcessGrou
         self._splits = 0
         self._bound_device: torch.device | None = None
         self._device_transport: DeviceTransport | None = None
+        self._pools: dict[torch.device, TensorPool] = {}  # by a device with its number
         self.links = Links(store, rank, world, group=name, timeout_s=self._timeout_s)
         try:
             self._agree_on_options()
@@ -235,8 +236,9 @@ class IrisProcessGroup(Reductions, Exchanges, Rooted, Messages, dist.ProcessGrou
 
     def supports_tensor_alloc(self, device: torch.device) -> bool:
         """Return whether :meth:`allocate_tensor` makes tensors for ``device``."""
-        kind = device.type if isinstance(device, torch.device) else torch.device(device).type
-        # Whether there is a GPU takes torch a while to say, and a group that has one knows.
+        if device in self._pools:
+            return True
+        kind = torch.device(device).type
         return kind == "cpu" or (kind == "cuda" and (self._device_transport is not None or torch.cuda.is_available()))
 
     def allocate_tensor(self, size: int, *, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -247,21 +249,26 @@ class IrisProcessGroup(Reductions, Exchanges, Rooted, Messages, dist.ProcessGrou
             UnsupportedError: neither a CPU nor a CUDA device. Else as :meth:`TensorPool.tensor`, and for a CUDA device
                 as :meth:`heap_on`.
         """
-        if torch._C._get_dispatch_mode(_FAKE) is not None:
+        if _dispatch_mode(_FAKE) is not None:
             return torch.empty(size, dtype=dtype, device=device)
-        if not isinstance(device, torch.device):
-            device = torch.device(device)
-        if device.type == "cpu":
-            return self.pool.tensor(size, dtype)
+        pool = self._pools.get(device) or self._pool_on(torch.device(device))
+        return pool.tensor(size, dtype)
+
+    def _pool_on(self, device: torch.device) -> TensorPool:
         if not self.supports_tensor_alloc(device):
             raise UnsupportedError(
                 f"allocate_tensor on {device}: heaps are on CPUs and CUDA devices; use torch.empty "
                 f"{where(group=self._name, rank=self._rank)}"
             )
-        if device.index is None:
-            device = torch.device("cuda", torch.cuda.current_device())
-        self._on(device)
-        return self._device_pool.tensor(size, dtype)
+        if device.type == "cpu":
+            pool = self.pool
+        else:
+            if device.index is None:
+                device = torch.device("cuda", torch.cuda.current_device())
+            self._on(device)
+            pool = self._device_pool
+        self._pools[device] = pool
+        return pool
 
     @functools.cached_property
     def _device_pool(self) -> TensorPool:

@@ -60,12 +60,13 @@ class Watch:
 
     # Operations of this rank ------------------------------------------------------------------------------------------
 
-    def begin(self, key: Key, end: int | None = None) -> int:
+    def begin(self, key: Key, end: int | None = None, tag: int | None = None) -> int:
         """Number an operation and tell the peers that this rank begins it, and what it was asked for so far; return
         the number. Calls come in the order of operations, one at a time.
 
         Args:
             end: index of the engine at which it will be done, where that is known (else :meth:`submitted` tells).
+            tag: of the key, where it is known (:func:`tag_of`).
 
         Raises:
             ClosedError: the group has failed.
@@ -73,8 +74,7 @@ class Watch:
         if self.failure:
             self.check_open()
         self.sequence = sequence = self.sequence + 1
-        tag = self._tags.get(key)
-        if tag is None:
+        if tag is None and (tag := self._tags.get(key)) is None:
             if len(self._tags) >= _TAGS:
                 self._tags.clear()
             tag = self._tags[key] = tag_of(key)
@@ -82,7 +82,7 @@ class Watch:
         self._store64(self._history_at + 8 * (sequence % HISTORY), (sequence & 0xFFFFFFFF) << 32 | digest)
         self._store64(self._sequence_at, sequence)
         in_flight = self._in_flight
-        if end is None or len(in_flight) > _LOOK_FROM:
+        if end is None or (len(in_flight) > _LOOK_FROM and sequence % _LOOK_FROM == 0):
             done = self._done()
             while in_flight and in_flight[0][0] <= done:
                 in_flight.popleft()

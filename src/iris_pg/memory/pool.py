@@ -38,6 +38,7 @@ log = logging.getLogger("iris_pg")
 
 _Kind: TypeAlias = tuple[int, int]  # of blocks: nbytes, and torch's handle of their stream, 0 on CPUs
 
+_USUAL = 1024  # most kinds of tensors that are remembered
 _COLLECT_S = 1.0  # seconds; least time between two runs of Python's collector
 
 _use_count = torch._C._storage_Use_Count
@@ -52,10 +53,11 @@ class _Block:
 
     Attributes:
         number: of the call that handed it out last.
-        nbytes: of the storage.
+        dtype, numel: of the tensor that it handed out last.
+        sample: another one like it, which stays here.
     """
 
-    __slots__ = ("_address", "_cdata", "_dtype", "_sample", "_storage", "nbytes", "number", "offset")
+    __slots__ = ("address", "cdata", "dtype", "nbytes", "number", "numel", "offset", "sample", "storage")
 
     def __init__(self, offset: int, memory: torch.Tensor) -> None:
         self.offset, self.number = offset, 0
@@ -63,9 +65,9 @@ class _Block:
 
     def lie_over(self, memory: torch.Tensor) -> None:
         """Take the storage of ``memory`` instead."""
-        self._sample, self._dtype = memory, memory.dtype
-        self._storage = memory.untyped_storage()
-        self._cdata, self._address, self.nbytes = self._storage._cdata, memory.data_ptr(), memory.numel()
+        self.sample, self.dtype, self.numel = memory, memory.dtype, memory.numel()
+        self.storage = memory.untyped_storage()
+        self.cdata, self.address, self.nbytes = self.storage._cdata, memory.data_ptr(), self.numel
 
     def counts(self) -> tuple[int, int, int]:
         """Return by how many the storage is held in C++, its Python object in Python, and the first once more.
@@ -74,20 +76,20 @@ class _Block:
         Python when its tensor is gone. Another thread may take one for the other between two looks, in either
         direction, and is seen at the look before or behind.
         """
-        return _use_count(self._cdata), getrefcount(self._storage), _use_count(self._cdata)
+        return _use_count(self.cdata), getrefcount(self.storage), _use_count(self.cdata)
 
     def fits(self, nbytes: int) -> bool:
         """Return whether the storage is ``nbytes`` long and still over the block; ``share_memory_()`` moves it away."""
-        return self.nbytes == nbytes and self._storage.data_ptr() == self._address
+        return self.nbytes == nbytes and self.storage.data_ptr() == self.address
 
     def tensor(self, dtype: torch.dtype) -> torch.Tensor:
         """Return a new tensor [nbytes / itemsize] over the storage: no view of another, with a version of its own."""
-        if dtype is not self._dtype:
+        if dtype is not self.dtype:
             with torch.inference_mode(False):
-                empty = torch.empty(0, dtype=dtype, device=self._storage.device)
-                self._sample = empty.set_(self._storage)
-            self._dtype = dtype
-        return self._sample.data  # which is one call of C++, and torch.empty and set_ are ten times as much
+                empty = torch.empty(0, dtype=dtype, device=self.storage.device)
+                self.sample = empty.set_(self.storage)
+            self.dtype, self.numel = dtype, self.sample.numel()
+        return self.sample.data  # which is one call of C++, and torch.empty and set_ are ten times as much
 
 
 _IDLE = _Block(0, torch.frombuffer(bytearray(1), dtype=torch.uint8)).counts()  # when only the pool holds a storage
@@ -110,9 +112,10 @@ class TensorPool:
         self.blocks = self.nbytes = 0
         self._lock = threading.RLock()
         self._blocks: dict[_Kind, deque[_Block]] = {}  # in the order in which they were handed out last
-        self._full_at: dict[
-            int, int
-        ] = {}  # nbytes of a block -> bytes of the heap in use when there was no room for it
+        # (numel, dtype, stream) of a tensor -> the blocks of its kind
+        self._usual: dict[tuple[int, torch.dtype, int], deque[_Block]] = {}
+        # nbytes of a block -> bytes of the heap in use when there was no room for it
+        self._full_at: dict[int, int] = {}
         self._numbers = 0
         self._collected = -_COLLECT_S
 
@@ -123,13 +126,30 @@ class TensorPool:
             HeapExhaustedError, MismatchError, DeadlineError, PeerLostError, ClosedError: as
                 :meth:`SymmetricHeap.empty`.
         """
-        nbytes = numel * dtype.itemsize
-        if nbytes == 0:
-            return torch.empty(numel, dtype=dtype, device=self._heap.device)
-        kind = align_up(nbytes), self._stream() if self._stream else 0
+        stream = self._stream() if self._stream else 0
         with self._lock:
+            # What is almost always so, and what the rest of this does then, in a few lines.
+            if blocks := self._usual.get((numel, dtype, stream)):
+                block = blocks[0]
+                if (
+                    block.numel == numel
+                    and block.dtype is dtype
+                    and block.counts() == _IDLE
+                    and block.storage.data_ptr() == block.address
+                ):
+                    blocks.rotate(-1)
+                    self._numbers = block.number = self._numbers + 1
+                    return block.sample.data
+            nbytes = numel * dtype.itemsize
+            if nbytes == 0:
+                return torch.empty(numel, dtype=dtype, device=self._heap.device)
             self._heap._check_open("allocate_tensor")
+            kind = align_up(nbytes), stream
             block = self._take(kind, nbytes)
+            if len(self._usual) >= _USUAL:
+                self._usual.clear()
+            if blocks := self._blocks.get(kind):
+                self._usual[numel, dtype, stream] = blocks
             self._numbers += 1
             block.number = self._numbers
             # A storage is as long as its tensor, as those of torch.empty are: who copies or saves it gets no more.
@@ -142,7 +162,7 @@ class TensorPool:
         idempotent.
         """
         # Without the lock: another thread may be in a collective call, or have been when this process was forked.
-        self._blocks = {}
+        self._blocks, self._usual = {}, {}
 
     def _memory(self, offset: int, nbytes: int) -> torch.Tensor:
         with torch.inference_mode(False):
@@ -167,7 +187,7 @@ class TensorPool:
         block = self._new(kind[0], nbytes)
         blocks.append(block)
         if self._heap._closed:  # meanwhile, and close() may have come before the block
-            self._blocks = {}
+            self.close()
         return block
 
     def _new(self, size: int, nbytes: int) -> _Block:
