@@ -127,6 +127,34 @@ def test_a_full_heap_and_a_closed_one(ranks):
     ranks(2).run(exhausts, options=dict(heap_bytes=1 << 20))
 
 
+def makes_room(rank, world):
+    """Of blocks of a quarter of the heap three are idle on all ranks, and one on rank 0 alone."""
+    heap, pool, quarter = dist.group.WORLD.heap, dist.group.WORLD.pool, 1 << 16
+    held = [make(quarter) for _ in range(4)]
+    first = offset(held[0])
+    held[0].fill_(rank)
+    view = held[0][:10] if rank else None
+    held.clear()
+    whole = make(3 * quarter)  # where the others were
+    whole.fill_(7)
+    assert pool.blocks == 2 and pool.nbytes == heap.limit_bytes
+    if rank:
+        assert torch.equal(view, torch.ones(10)) and offset(whole) > first
+    with pytest.raises(HeapExhaustedError, match="raise heap_bytes"):
+        make(2 * quarter)  # nothing is idle on both
+    view = None
+    dist.barrier()
+    assert offset(make(quarter)) == first  # which was kept
+    whole = None
+    assert make(2 * quarter).numel() == 2 * quarter
+    dist.barrier()
+    return pool.blocks, heap._allocator.used_bytes
+
+
+def test_a_full_heap_gets_back_what_is_idle_on_all_ranks(ranks):
+    assert ranks(2).run(makes_room, options=dict(heap_bytes=1 << 20)) == [(1, 2 << 18)] * 2
+
+
 def keeps_streams_apart(rank, world):
     """As on a GPU, where a stream is what orders the uses of a block."""
     heap, pool, current = dist.group.WORLD.heap, dist.group.WORLD.pool, [1]

@@ -14,7 +14,8 @@ are errors that say so, and no byte goes to a wrong place.
 As with torch's own allocator, a block on a GPU belongs to the stream that was current when it was made, and is handed
 out to no other: whoever uses it on others lets that stream wait for them, if only before its next use of the block. So
 no stream waits for another because of a block, and what is gathered can overlap what is computed. Where the heap has no
-room for a new block, one of another stream is handed out once the GPU has done all it was told, with a warning.
+room for a new block, one of another stream is handed out once the GPU has done all it was told, with a warning; and
+where there is none of its size, the blocks that are idle on all ranks are given back to the heap.
 """
 
 from __future__ import annotations
@@ -39,6 +40,7 @@ log = logging.getLogger("iris_pg")
 _Kind: TypeAlias = tuple[int, int]  # of blocks: nbytes, and torch's handle of their stream, 0 on CPUs
 
 _USUAL = 1024  # most kinds of tensors that are remembered
+_GIVEN = 4096  # most blocks that are given back at once
 _COLLECT_S = 1.0  # seconds; least time between two runs of Python's collector
 
 _use_count = torch._C._storage_Use_Count
@@ -192,19 +194,18 @@ class TensorPool:
 
     def _new(self, size: int, nbytes: int) -> _Block:
         """Return a new block; where there is no room for one, take out the idle block of another stream that was handed
-        out longest ago.
+        out longest ago, or make room.
         """
         others = [(block, of) for (n, _), of in self._blocks.items() if n == size and (block := _oldest_idle(of))]
         used = self._heap._allocator.used_bytes
         if not others or used < self._full_at.get(size, used + 1):
             try:
-                offset = self._heap.allocate(size)
-                self.blocks += 1
-                self.nbytes += size
-                return _Block(offset, self._memory(offset, nbytes))
+                return self._allocated(size, nbytes)
             except HeapExhaustedError as error:
                 if not others:
-                    raise
+                    if not self._give_back():
+                        raise
+                    return self._allocated(size, nbytes)
                 if not self._full_at:
                     said = str(error)  # and not the error, which holds on to the tensor
                     log.warning("allocate_tensor hands blocks from stream to stream, which waits for the GPU: %s", said)
@@ -215,13 +216,34 @@ class TensorPool:
         blocks.remove(block)
         return block
 
+    def _allocated(self, size: int, nbytes: int) -> _Block:
+        offset = self._heap.allocate(size)
+        self.blocks += 1
+        self.nbytes += size
+        return _Block(offset, self._memory(offset, nbytes))
+
+    def _give_back(self) -> bool:
+        """Give the heap the blocks that are idle on all ranks, and return whether there were any. Collective."""
+        mine = {block.offset: (kind, block) for kind, of in self._blocks.items() for block in of if _is_idle(block)}
+        card = dict(idle=sorted(mine)[:_GIVEN])
+        messages = self._heap.links.exchange(card, what="allocate_tensor: give idle blocks back")
+        given = set(mine).intersection(*(message.payload["idle"] for message in messages))
+        for offset in sorted(given):
+            kind, block = mine[offset]
+            self._blocks[kind].remove(block)
+            self._heap.free(offset)
+            self.blocks -= 1
+            self.nbytes -= kind[0]
+        return bool(given)
+
+
+def _is_idle(block: _Block) -> bool:
+    return block.counts() == _IDLE
+
 
 def _oldest_idle(blocks: deque[_Block]) -> _Block | None:
     """Return the idle block that was handed out longest ago."""
-    for block in blocks:
-        if block.counts() == _IDLE:
-            return block
-    return None
+    return next(filter(_is_idle, blocks), None)
 
 
 __all__ = ["TensorPool"]
