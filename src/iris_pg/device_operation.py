@@ -23,12 +23,11 @@ class DeviceOperation:
     Attributes:
         tag: of the key, for flags.
         launches: its launches, once it is known to be one of the cu engine: the same every time.
-        is_copied: whether it is known to be one of copies.
         ready: what it is as copies, by slot, when no graph is captured.
         halves: of one that is kernels between some ranks and copies between others, the two.
     """
 
-    __slots__ = ("addresses", "flow", "halves", "is_copied", "key", "launches", "local", "names", "ready", "tag")
+    __slots__ = ("addresses", "flow", "halves", "key", "launches", "local", "names", "ready", "tag")
 
     def __init__(
         self,
@@ -41,7 +40,6 @@ class DeviceOperation:
         self.key, self.local, self.flow, self.names = key, local, flow, names
         self.addresses, self.tag = tuple(addresses), tag_of(key)
         self.launches: PreparedExchanges | None = None
-        self.is_copied = False
         self.ready: dict[int, Prepared] = {}
         self.halves: tuple[DeviceOperation, DeviceOperation] | None = None
 

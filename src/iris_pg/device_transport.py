@@ -238,7 +238,7 @@ class DeviceTransport(DeviceMessages):
     def _prepare(
         self, what: DeviceOperation, program: Callable[[Setting], Program] | None, captures: bool
     ) -> Prepared | PreparedExchanges | PreparedBoth:
-        if what.is_copied and not program:
+        if what.ready and not program:  # it was copies before
             return self._copies.operation(what, self.watch.sequence + 1, None, captures)
         if self._exchanges and not program:
             most = pair_limit(self._requested, str(what.key[0]))
@@ -247,7 +247,6 @@ class DeviceTransport(DeviceMessages):
             if self._is_for_kernels(what.key, what.local, what.flow):
                 what.launches = self._exchanges.operation(what)
                 return what.launches
-        what.is_copied = not program
         return self._copies.operation(what, self.watch.sequence + 1, program, captures)
 
     def _prepare_pairs(

@@ -155,6 +155,25 @@ def test_a_full_heap_gets_back_what_is_idle_on_all_ranks(ranks):
     assert ranks(2).run(makes_room, options=dict(heap_bytes=1 << 20)) == [(1, 2 << 18)] * 2
 
 
+def agrees_on_what_to_do(rank, world):
+    """Rank 0 alone has an idle block of another stream: it makes room as rank 1 has to."""
+    pool, current, quarter = dist.group.WORLD.pool, [1], 1 << 16
+    pool._stream = lambda: current[0]
+    first, other = make(quarter), make(2 * quarter)
+    places = offset(first), offset(other)
+    if rank == 0:
+        first = None
+    other, current[0] = None, 2
+    with mock.patch.object(log, "warning") as warning:
+        assert offset(make(quarter)) == places[1]
+    warning.assert_not_called()
+    dist.barrier()
+
+
+def test_ranks_agree_on_how_to_make_room(ranks):
+    ranks(2).run(agrees_on_what_to_do, options=dict(heap_bytes=3 << 18))
+
+
 def keeps_streams_apart(rank, world):
     """As on a GPU, where a stream is what orders the uses of a block."""
     heap, pool, current = dist.group.WORLD.heap, dist.group.WORLD.pool, [1]

@@ -14,11 +14,10 @@ from iris_pg.copy_engine.calls import Call, Count, Linear, Poll
 from iris_pg.errors import UnsupportedError
 from iris_pg.platforms import cuda_streams
 from iris_pg.platforms.atomics import atomics
+from iris_pg.platforms.steps import STEP_WORDS, Steps
 
-_AT, _COUNT, _TABLE, _STATUS = range(4)  # words of a lane
 
-
-class Gated:
+class Gated(Steps):
     """Calls for a stream, and the gates that let them go, in order.
 
     Args:
@@ -29,30 +28,14 @@ class Gated:
         UnsupportedError: another call.
     """
 
+    __slots__ = ()
+
     def __init__(self, calls: Sequence[Call], stream: int) -> None:
-        steps = [_step(call, stream) for call in calls]
-        self._table = (ctypes.c_uint64 * (5 * len(steps)))(*(word for step in steps for word in step))
-        self._lane = (ctypes.c_uint64 * 4)(0, len(steps), ctypes.addressof(self._table), 0)
-        self.address = ctypes.addressof(self._lane)
-
-    @property
-    def at(self) -> int:
-        """How many steps are done."""
-        return self._lane[_AT]
-
-    @property
-    def is_over(self) -> bool:
-        """Whether all steps are done, or one has failed."""
-        return self._lane[_AT] >= self._lane[_COUNT]
-
-    @property
-    def status(self) -> int:
-        """What a driver call has failed with, or 0."""
-        return self._lane[_STATUS]
+        super().__init__(_step(call, stream) for call in calls)
 
     def gate(self) -> Poll:
         """Return the gate that it waits for."""
-        _, flag, value, *_ = self._table[5 * self.at : 5 * self.at + 5]
+        _, flag, value, *_ = self.words[STEP_WORDS * self.at : STEP_WORDS * self.at + STEP_WORDS]
         return Poll(flag, value, in_host=True)
 
 

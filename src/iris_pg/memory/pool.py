@@ -40,7 +40,7 @@ log = logging.getLogger("iris_pg")
 _Kind: TypeAlias = tuple[int, int]  # of blocks: nbytes, and torch's handle of their stream, 0 on CPUs
 
 _USUAL = 1024  # most kinds of tensors that are remembered
-_GIVEN = 4096  # most blocks that are given back at once
+_GIVEN = 2048  # most blocks that are given back at once; ranks tell each other their offsets
 _COLLECT_S = 1.0  # seconds; least time between two runs of Python's collector
 
 _use_count = torch._C._storage_Use_Count
@@ -202,10 +202,10 @@ class TensorPool:
             try:
                 return self._allocated(size, nbytes)
             except HeapExhaustedError as error:
-                if not others:
-                    if not self._give_back():
-                        raise
+                if self._give_back(bool(others)):
                     return self._allocated(size, nbytes)
+                if not others:
+                    raise
                 if not self._full_at:
                     said = str(error)  # and not the error, which holds on to the tensor
                     log.warning("allocate_tensor hands blocks from stream to stream, which waits for the GPU: %s", said)
@@ -222,11 +222,15 @@ class TensorPool:
         self.nbytes += size
         return _Block(offset, self._memory(offset, nbytes))
 
-    def _give_back(self) -> bool:
-        """Give the heap the blocks that are idle on all ranks, and return whether there were any. Collective."""
+    def _give_back(self, has_others: bool) -> bool:
+        """Give the heap the blocks that are idle on all ranks, and return whether there were any. Not where all ranks
+        have an idle block of another stream. Collective: a heap is full on all ranks.
+        """
         mine = {block.offset: (kind, block) for kind, of in self._blocks.items() for block in of if _is_idle(block)}
-        card = dict(idle=sorted(mine)[:_GIVEN])
+        card = dict(idle=sorted(mine)[:_GIVEN], has_others=has_others)
         messages = self._heap.links.exchange(card, what="allocate_tensor: give idle blocks back")
+        if all(message.payload["has_others"] for message in messages):
+            return False
         given = set(mine).intersection(*(message.payload["idle"] for message in messages))
         for offset in sorted(given):
             kind, block = mine[offset]

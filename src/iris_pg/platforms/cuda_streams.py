@@ -20,14 +20,14 @@ from typing import Any, NamedTuple
 
 from iris_pg.errors import DriverError
 from iris_pg.platforms.atomics import atomics
+from iris_pg.platforms.steps import AT, COUNT, STATUS, STEP_WORDS, Steps
 
 _MOST_OPS = 255  # of one cuStreamBatchMemOp: its count is less than 256
 _WAIT, _WRITE, _EQUAL = 1, 2, 1  # CU_STREAM_MEM_OP_WAIT_VALUE_32, ..._WRITE_VALUE_32, CU_STREAM_WAIT_VALUE_EQ
 _OP_WORDS = 6  # 64-bit words of CUstreamBatchMemOpParams: operation, address, value, flags, and two more
 _UNTIMED = 2  # CU_EVENT_DISABLE_TIMING
-_AT, _COUNT, _TABLE, _STATUS = range(4)  # words of a lane of ``advance``
 _CONFIG_STREAM = 4  # 64-bit word of CUlaunchConfig that is the stream
-_STEP_WORDS, _ARGUMENTS = 5, 4  # words of one of its steps: the function and its arguments
+_ARGUMENTS = STEP_WORDS - 1
 
 Launch = Callable[[int], None]
 """Tells a stream (``stream_handle``) to do one thing; returns at once."""
@@ -182,31 +182,22 @@ class Calls:
         write(self._mark, value)(stream)
 
 
-class _Table:
-    """Calls, as compiled code reads them.
+class _Table(Steps):
+    """Calls, as compiled code reads them."""
 
-    Attributes:
-        words: five for each call: the function, and its arguments.
-    """
-
-    __slots__ = ("_advance", "_calls", "_lane", "_lanes", "_lanes_at", "_stream", "_streams", "words")
+    __slots__ = ("_advance", "_calls", "_lanes", "_lanes_at", "_stream", "_streams")
 
     def __init__(self, calls: Sequence[Call]) -> None:
-        self._advance = atomics().advance
         # A call whose stream is elsewhere has a place of its own for it here.
         self._calls = [call.on(0) if call.config else call for call in calls]
-        self.words = (ctypes.c_uint64 * (_STEP_WORDS * len(calls)))(
-            *(word for call in self._calls for word in call.words)
-        )
-        at = ctypes.addressof(self.words)
-        self._lane = (ctypes.c_uint64 * 4)(0, 0, at, 0)
-        self._lanes = ctypes.c_uint64(ctypes.addressof(self._lane))
+        super().__init__(call.words for call in self._calls)
+        self._advance, self._lanes = atomics().advance, ctypes.c_uint64(self.address)
         self._lanes_at = ctypes.addressof(self._lanes)
         self._stream = -1  # that the calls are for now
         places = []
         for i, (given, call) in enumerate(zip(calls, self._calls, strict=True)):
             if given.stream is not None:
-                places.append(at + 8 * (_STEP_WORDS * i + 1 + given.stream))
+                places.append(ctypes.addressof(self.words) + 8 * (STEP_WORDS * i + 1 + given.stream))
             elif given.config:
                 places.append(call.arguments[0] + 8 * _CONFIG_STREAM)
         self._streams = [ctypes.c_uint64.from_address(place) for place in places]
@@ -217,12 +208,12 @@ class _Table:
             for word in self._streams:
                 word.value = stream
             self._stream = stream
-        lane = self._lane
-        lane[_AT], lane[_COUNT] = 0, len(self._calls) if count is None else count
+        lane = self.lane
+        lane[AT], lane[COUNT] = 0, len(self._calls) if count is None else count
         self._advance(self._lanes_at, 1, 0)
-        if lane[_STATUS]:
-            status, lane[_STATUS] = lane[_STATUS], 0
-            _check(self._calls[lane[_AT]].name, status)
+        if lane[STATUS]:
+            status, lane[STATUS] = lane[STATUS], 0
+            _check(self._calls[lane[AT]].name, status)
 
 
 # What a stream can be told --------------------------------------------------------------------------------------------
