@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -71,12 +72,17 @@ class DeviceCopies:
         device: this rank's GPU.
         chunk_bytes: size of a slot that all ranks read.
         comm_sms: most CTAs of a kernel that reduces.
+
+    Attributes:
+        pair_bytes: size of a slot that one rank reads.
+        mail_bytes: the same for messages.
     """
 
     def __init__(self, page: DevicePage, device: torch.device, chunk_bytes: int, comm_sms: int) -> None:
         self.rank, self.world, self.device, self._comm_sms = page.heap.rank, page.heap.world, device, comm_sms
         self.chunk_bytes = chunk_bytes
-        self.pair_bytes = max(256, 2 * chunk_bytes // max(self.world, 1) // 256 * 256)
+        self.pair_bytes = max(256, 2 * chunk_bytes // max(self.world - 1, 1) // 256 * 256)
+        self.mail_bytes = max(256, 2 * chunk_bytes // max(self.world, 1) // 256 * 256)
         self._page = page
         self._second = SecondStream(torch.cuda.Stream(device).cuda_stream)
         self._heap: SymmetricHeap | None = None
@@ -88,9 +94,9 @@ class DeviceCopies:
 
     def areas(self, only_messages: bool = False) -> dict[str, int]:
         """Return name -> nbytes of what it takes in the heap."""
-        pairs = self.world * self.pair_bytes
-        mail = dict(mail=MAIL_SLOTS * pairs)
-        return mail if only_messages else dict(staging=SLOTS * self.chunk_bytes, pairs=SLOTS * pairs) | mail
+        mail = dict(mail=MAIL_SLOTS * self.world * self.mail_bytes)
+        pairs = SLOTS * (self.world - 1) * self.pair_bytes
+        return mail if only_messages else dict(staging=SLOTS * self.chunk_bytes, pairs=pairs) | mail
 
     def use(self, heap: SymmetricHeap, tensors: SymmetricHeap) -> None:
         """Use a heap, which has the :meth:`areas`, and that of the user's tensors."""
@@ -171,7 +177,7 @@ class DeviceCopies:
         word: int,
     ) -> tuple[Prepared, int]:
         known: Hashable = (op, peer, tag, nbytes, chunks % MAIL_SLOTS, address)
-        setting = self._setting(("message", tag), chunks % MAIL_SLOTS)
+        setting = replace(self._setting(("message", tag), chunks % MAIL_SLOTS), pair_bytes=self.mail_bytes)
         prepared = self._prepared.get(known)
         if prepared is None:
             made = program(setting, peer, Ref(self.rank, "tensor", 0), nbytes)

@@ -85,7 +85,7 @@ class DeviceMessages:
                 f"{op}: a message to or from this rank itself, {self.rank}; messages are between two ranks; copy the "
                 f"tensor (tensor.copy_) instead {self._where(op)}"
             )
-        nbytes, most = tensor.numel() * tensor.element_size(), MAIL_SLOTS * self._copies.pair_bytes
+        nbytes, most = tensor.numel() * tensor.element_size(), MAIL_SLOTS * self._copies.mail_bytes
         with self._lock, torch.cuda.device(self.device):
             said: Key = (op, nbytes, "bytes", direction, "rank", peer)
             self._check_usable(said)

@@ -120,7 +120,7 @@ class DeviceTransport(DeviceMessages):
         self._copying = ""
         if torch.version.hip and self._requested != "cu":
             try:
-                try_streams(self.heap, page, words, self._copies.pair_bytes, timeout_s)
+                try_streams(self.heap, page, words, self._copies.mail_bytes, timeout_s)
             except UnsupportedError as error:
                 if self._requested == "sdma":
                     raise
@@ -367,7 +367,7 @@ class DeviceTransport(DeviceMessages):
                 + ("" if self._exchanges else ", and only where something is added"),
                 f"  elsewhere through landing slots of {self._chunk_bytes} bytes",
                 f"  messages  are matched by their order, and go through {MAIL_SLOTS} slots of "
-                f"{self._copies.pair_bytes} bytes for each pair of ranks",
+                f"{self._copies.mail_bytes} bytes for each pair of ranks",
             )
         )
 

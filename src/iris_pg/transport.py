@@ -72,7 +72,7 @@ class Transport:
         if self.engine == "cu":
             areas |= area_bytes(self.world, self.chunk_bytes)
         else:
-            areas |= dict(staging=SLOTS * self.chunk_bytes, pairs=SLOTS * self.world * self.pair_bytes)
+            areas |= dict(staging=SLOTS * self.chunk_bytes, pairs=SLOTS * (self.world - 1) * self.pair_bytes)
             areas |= dict(pulled=self.world * self.piece_bytes)
         self.heap = SymmetricHeap(links, options.heap_bytes, areas)
         self.tensors = tensors or self.heap

@@ -195,11 +195,13 @@ def test_pieces_are_the_whole_message_and_fit_their_slots(tapered_from, taper):
         assert all(start % 64 == 0 and 0 < length <= 1024 for start, length in pieces)
         assert all(a + length == b for (a, length), (b, _) in zip(pieces, pieces[1:], strict=False))
         if pieces and tapered_from:
-            assert pieces[-1][1] <= tapered_from
+            assert pieces[-1][1] <= max(tapered_from, (1024 + tapered_from) * taper[-1] // sum(taper) + 64)
     last = [(1024, 1024)]
     if tapered_from:
         last = [(1024, 512), (1536, 384), (1920, 128)] if len(taper) == 3 else [(1024, 768), (1792, 256)]
     assert s.pieces(2048, 64) == [(0, 1024), *last]
+    if tapered_from == 512:  # with less behind them, not two whole slots
+        assert s.pieces(2048 + 64, 64) == [(0, 1024), (1024, 576), (1600, 384), (1984, 128)]
 
 
 def shapes(world):

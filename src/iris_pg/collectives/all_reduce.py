@@ -90,8 +90,9 @@ def two_phases(s: Setting, fold: Fold) -> Program:
     lane = s.receiving
     steps: list[Step] = []
     segment = -(-n // (s.world * LINE)) * LINE  # whole lines, so whole elements; the last ones may be shorter, or empty
+    most = min(s.pair_bytes, s.chunk_bytes)  # a piece of operands goes through one slot, of results through the other
     pieces = [
-        [(p * segment + start, length) for start, length in s.pieces(max(min(segment, n - p * segment), 0), LINE)]
+        [(p * segment + start, length) for start, length in s.pieces(max(min(segment, n - p * segment), 0), LINE, most)]
         for p in range(s.world)
     ]
 

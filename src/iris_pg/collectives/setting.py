@@ -25,7 +25,7 @@ class Setting:
         direct_bytes: tensors from this size on are read by their readers directly; 0: none are.
         piece_bytes: size of the places in a rank's own memory to which it pulls what it is about to reduce.
         tapered_from: a last piece of more bytes is cut into smaller and smaller ones, so that little is left to be
-            handled when all has come; 0: pieces fill their slots.
+            handled when all has come, and one of less goes with the one before; 0: pieces fill their slots.
         taper: into shares of these sizes.
         pushes: slots for pairs lie at their readers, into which writers push; else at the writers, from which readers
             pull. For engines that write a peer's memory faster than they read it, and run lanes side by side: what a
@@ -59,22 +59,29 @@ class Setting:
         """The tag of a message of ``nbytes``, when only its two ranks know how long it is."""
         return zlib.crc32(nbytes.to_bytes(8, "little"), self.tag) | 2  # neither empty nor a credit
 
-    def pieces(self, nbytes: int, unit: int = 1) -> list[tuple[int, int]]:
+    def pieces(self, nbytes: int, unit: int = 1, most: int | None = None) -> list[tuple[int, int]]:
         """Return (start, length) of each piece in which a message of ``nbytes`` goes through slots for pairs: multiples
-        of ``unit`` bytes but for the last.
+        of ``unit`` bytes but for the last, and of ``most`` bytes at most, a slot when None.
         """
-        most = min(self.pair_bytes, self.chunk_bytes) // unit * unit
+        most = (self.pair_bytes if most is None else most) // unit * unit
         made = list(chunks(nbytes, most))
-        if made and 0 < self.tapered_from < made[-1][1]:
-            start, length = made.pop()
-            whole = sum(self.taper)
-            line = LINE if length > 2 * whole * LINE else unit  # aligned memory moves faster
-            before = 0
-            for shares in itertools.accumulate(self.taper):
-                end = min(-(-shares * length // (whole * line)) * line, length)
-                if before < end:
-                    made.append((start + before, end - before))
-                before = end
+        if not made or not 0 < self.tapered_from < most:
+            return made
+        start, length = made.pop()
+        if made and length <= self.tapered_from:  # little follows a whole slot: what is tapered is both
+            start, before = made.pop()
+            length += before
+        if length <= self.tapered_from:
+            return [*made, (start, length)]
+        whole = sum(self.taper)
+        line = LINE if length > 2 * whole * LINE else unit  # aligned memory moves faster
+        before = 0
+        for shares in itertools.accumulate(self.taper):
+            end = min(-(-shares * length // (whole * line)) * line, length)
+            end = min(end, before + most)
+            if before < end:
+                made.append((start + before, end - before))
+            before = end
         return made
 
     def is_direct(self, nbytes: int) -> bool:
@@ -92,7 +99,8 @@ class Setting:
     def pair(self, rank: int, slot: int, reader: int) -> Ref:
         """The staging slot that ``rank`` writes and ``reader`` reads."""
         at, other = (reader, rank) if self.pushes else (rank, reader)
-        return Ref(at, "pairs", (slot * self.world + other) * self.pair_bytes)
+        place = (other - at - 1) % self.world  # a rank has none for itself
+        return Ref(at, "pairs", (slot * (self.world - 1) + place) * self.pair_bytes)
 
     def pulled(self, peer: int) -> Ref:
         """The place in this rank's own memory for a piece of ``peer``'s operand."""
