@@ -255,6 +255,33 @@ def a_block_of_the_pool_stays_with_its_stream(rank, world):
     torch.cuda.synchronize()
 
 
+def a_full_heap_gets_back_what_is_idle(rank, world):
+    """Memory that goes from a tensor of one size, on a stream that is behind, to one of another size on another."""
+    device, streams = use_device(rank), (torch.cuda.Stream(), torch.cuda.Stream())
+    group, page = dist.group.WORLD, 2 << 20
+
+    def gathered(stream, pages, value):
+        with torch.cuda.stream(stream):
+            n = pages * page // 4
+            made = group.allocate_tensor(n, dtype=torch.float32, device=device)
+            dist.all_gather_into_tensor(made, torch.full((n // world,), value + rank, device=device))
+            return made
+
+    for i in range(3):
+        small = [gathered(streams[0], 1, 10.0 * i) for _ in range(4)]  # the whole heap
+        with torch.cuda.stream(streams[0]):
+            torch.cuda._sleep(CYCLES)
+            seen = torch.stack([made[:: made.numel() // world] for made in small])
+        del small
+        large = gathered(streams[1], 3, 100.0 + i)  # where they were
+        assert group._device_pool.nbytes <= 4 * page
+        torch.cuda.synchronize()
+        assert seen.tolist() == [[10.0 * i + r for r in range(world)]] * 4
+        assert large.view(world, -1).unique(dim=1).tolist() == [[100.0 + i + r] for r in range(world)]
+        del large
+    dist.barrier()
+
+
 FUNCTIONS = [
     an_operation_follows_the_current_stream,
     tensors_live_until_an_operation_is_done,
@@ -271,6 +298,11 @@ FUNCTIONS = [
 @pytest.mark.parametrize("function", FUNCTIONS, ids=lambda f: f.__name__)
 def test_streams(ranks, function):
     ranks(2).run(function, options=dict(engine="sdma", device_chunk_bytes=1 << 20), timeout_s=60)
+
+
+@pytest.mark.parametrize("engine", ["sdma", "cu"])
+def test_a_full_heap_gets_back_what_is_idle(ranks, engine):
+    ranks(2).run(a_full_heap_gets_back_what_is_idle, options=dict(engine=engine, heap_bytes=8 << 20), timeout_s=60)
 
 
 @pytest.mark.parametrize("function", [memory_is_used_again_at_once], ids=lambda f: f.__name__)
