@@ -239,6 +239,8 @@ def _use(group):
     def recv(tensors, src, tag=0):
         return group._on(DEVICE).recv(tensors[0], src, tag, tensors, None)
 
+    on = group._on
+    group._on = lambda device: on(DEVICE if device.type == "cpu" else device)
     group._run, group._repeat, group.send, group.recv = run, repeat, send, recv
     group._offset = lambda tensor, nbytes: group._on(DEVICE).tensors.offset_of(tensor.data_ptr(), nbytes)
     group._barrier_device = lambda opts: DEVICE

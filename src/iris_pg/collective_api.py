@@ -260,7 +260,7 @@ class _Operations(Reductions, Exchanges, Rooted):
         self._check(device)
         return self.transport  # type: ignore[return-value]
 
-    def _run(self, device: torch.device, *operation: Any) -> IrisWork:
+    def _run(self, device: torch.device, *operation: Any) -> IrisWork | None:
         self._check(device)
         return super()._run(device, *operation)
 
@@ -288,7 +288,7 @@ def _fill(op: str, output: Tensor, input: Tensor) -> None:
         output.copy_(input)
 
 
-def _result(work: IrisWork, async_op: bool) -> IrisWork | None:
+def _result(work: IrisWork | None, async_op: bool) -> IrisWork | None:
     return work if async_op else None
 
 

@@ -51,7 +51,8 @@ class DeviceMessages:
     _joins: Joins
     # Of the transport, for all operations.
     _check_usable: Callable[[Key], None]
-    _capture: Callable[..., StreamWork]
+    _capture: Callable[..., None]
+    work: Callable[..., StreamWork]
     _handle: Callable[[int], Any]
     _failed_with: Callable[[], BaseException | None]
     _where: Callable[..., str]
@@ -101,7 +102,8 @@ class DeviceMessages:
             prepared, chunks = prepare(peer, tag, tensor.data_ptr(), nbytes, mail.chunks, mail.word)
             mail.chunks += chunks
             if captures:
-                return self._capture(said, prepared, outputs, after, is_in_line=False)
+                self._capture(said, prepared, after, is_in_line=False)
+                return self.work(outputs, is_in_line=False)
             stream, raw = mail.stream, mail.stream.cuda_stream
             try:
                 self._joins.join(raw, raw_stream(self.device))

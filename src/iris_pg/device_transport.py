@@ -183,14 +183,15 @@ class DeviceTransport(DeviceMessages):
         after: Callable[[], Any] | None = None,
         program: Callable[[Setting], Program] | None = None,
         blocks: bool = False,
-    ) -> StreamWork:
-        """Put an operation on a stream, and return its work.
+    ) -> StreamWork | None:
+        """Put an operation on a stream. Return its work if it is asynchronous; else there is nothing to wait for, and
+        :meth:`work` makes one for who wants it.
 
         Args:
             what: the operation; it may have been performed before.
             outputs: what the work gives.
             asynchronous: on the group's stream and not on the current one.
-            keep: tensors to keep until the work is done, if asynchronous.
+            keep: tensors to keep until the work is done.
             after: called with the operation's stream current, behind the operation.
             program: builds the program, when it is not what the flow says.
             blocks: ``wait`` of the work waits on the host.
@@ -212,7 +213,8 @@ class DeviceTransport(DeviceMessages):
             watch.begin(key, None if captures else lane.count + 1, what.tag)
             try:
                 if captures:
-                    return self._capture(key, prepared, outputs, after)
+                    self._capture(key, prepared, after)
+                    return self.work(outputs) if asynchronous else None
                 if asynchronous:
                     held, side = Held(keep), self._side
                     self._joins.join(self._raw_side, raw)
@@ -233,7 +235,12 @@ class DeviceTransport(DeviceMessages):
             lane.add(key, prepared.program, held)
             if asynchronous or (len(lane) > _LOOK_FROM and lane.count % _LOOK_FROM == 0):
                 lane.oldest()
-            return StreamWork(outputs, self.device, raw, end, self._failed_with, held, blocks)
+            return StreamWork(outputs, self.device, raw, end, self._failed_with, held, blocks) if asynchronous else None
+
+    def work(self, outputs: list[Any], blocks: bool = False, is_in_line: bool = True) -> StreamWork:
+        """Return the work of what was put on the current stream last. Arguments as of :class:`StreamWork`."""
+        raw = raw_stream(self.device)
+        return StreamWork(outputs, self.device, raw, None, self._failed_with, None, blocks, is_in_line)
 
     def _prepare(
         self, what: DeviceOperation, program: Callable[[Setting], Program] | None, captures: bool
@@ -292,16 +299,14 @@ class DeviceTransport(DeviceMessages):
         self,
         key: Key,
         prepared: Prepared | PreparedExchanges | PreparedBoth,
-        outputs: list[Any],
         after: Callable[[], Any] | None,
         is_in_line: bool = True,
-    ) -> StreamWork:
+    ) -> None:
         """Put an operation on the current stream, which is being captured."""
         raw = raw_stream(self.device)
         if is_in_line:
             self._follow(raw, True)
         self._captured.launch(key, prepared, self._handle(raw), after)
-        return StreamWork(outputs, self.device, raw, None, self._failed_with, is_in_line=is_in_line)
 
     def _follow(self, raw: int, captures: bool) -> None:
         """Let a stream wait for the operation before, if that ran on another one.
@@ -333,12 +338,14 @@ class DeviceTransport(DeviceMessages):
         def both(s: Setting) -> Program:
             return barrier(s, 0).then(barrier(s, 1))
 
-        captures = torch.cuda.is_current_stream_capturing()
+        blocks = not torch.cuda.is_current_stream_capturing()
         if self._exchanges:
             what = DeviceOperation(BARRIER, None, self._exchanges.barrier_flow, *self._exchanges.barrier_buffers)
-            return self.perform(what, [], asynchronous, blocks=not captures)
-        what = DeviceOperation(BARRIER, None, lambda key, local: Flow("barrier"), (), ())
-        return self.perform(what, [], asynchronous, program=both, blocks=not captures)
+            work = self.perform(what, [], asynchronous, blocks=blocks)
+        else:
+            what = DeviceOperation(BARRIER, None, lambda key, local: Flow("barrier"), (), ())
+            work = self.perform(what, [], asynchronous, program=both, blocks=blocks)
+        return self.work([], blocks) if work is None else work
 
     # Life -------------------------------------------------------------------------------------------------------------
 

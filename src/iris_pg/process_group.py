@@ -211,7 +211,7 @@ class IrisProcessGroup(Reductions, Exchanges, Rooted, Messages, dist.ProcessGrou
     def _start_coalescing(self, device: torch.device) -> None:
         self._coalescing = []
 
-    def _end_coalescing(self, device: torch.device) -> IrisWork:
+    def _end_coalescing(self, device: torch.device) -> IrisWork | None:
         works, self._coalescing = self._coalescing or [], None
         return self._all(works, [])
 

@@ -196,6 +196,44 @@ def what_it_says_and_takes(rank, world):
         assert heap.allocate(400) == offsets[0]  # after a wait for the GPU
 
 
+def flat(tensors):
+    return [t for item in tensors for t in (item if isinstance(item, list) else [item])]
+
+
+def only_who_asks_gets_a_work(rank, world):
+    """What torch.distributed calls synchronously has no work, as NCCL's have none. Without options there is one."""
+    with fake_gpu.pretend():
+        group, n, c10d = dist.group.WORLD, 6, dist.distributed_c10d
+        mine, out, part, whole = values(rank, n, 0), torch.empty(world * n), torch.empty(n), torch.empty(world * n)
+        into, is_root = list(out.chunk(world)), rank == 0
+        cases = [  # operation, tensors, options, what the work gives
+            (group.all_gather_single, (out, mine), c10d.AllgatherOptions, [out]),
+            (group.allgather, ([into], [mine]), c10d.AllgatherOptions, [into]),
+            (group.allreduce, ([mine],), c10d.AllreduceOptions, [mine]),
+            (group.reduce_scatter_single, (part, whole), c10d.ReduceScatterOptions, [part]),
+            (group.broadcast, ([part],), c10d.BroadcastOptions, [part]),
+            (group.alltoall, (into, list(whole.chunk(world))), c10d.AllToAllOptions, into),
+            (group.gather, ([into] if is_root else [], [mine]), c10d.GatherOptions, [into] if is_root else [mine]),
+            (group.scatter, ([part], [into] if is_root else []), c10d.ScatterOptions, [part]),
+        ]
+        for i in range(3):  # the first time, and when a call is known again
+            for call, tensors, kind, expected in cases:
+                work = call(*tensors)
+                assert work.wait() and work.is_completed() in (False, True), (call, i)
+                fake_gpu.synchronize()
+                assert work.is_success(), (call, i)
+                assert [t.data_ptr() for t in flat(work.result())] == [t.data_ptr() for t in flat(expected)], (call, i)
+                opts = kind()
+                assert opts.asyncOp
+                settle(call(*tensors, opts), True)
+                opts.asyncOp = False
+                is_moved = world > 1 or call.__name__ != "broadcast"
+                assert (call(*tensors, opts) is None) == is_moved, (call, i)
+        out = torch.empty(world * n)
+        dist.all_gather_into_tensor(out, values(rank, n, 1))
+        assert torch.equal(out, torch.cat([values(p, n, 1) for p in range(world)]))
+
+
 OPTIONS = dict(engine="sdma", device_chunk_bytes=CHUNK)
 
 
@@ -209,6 +247,11 @@ def test_every_operation(ranks, world, iterations, lanes_from):
 @pytest.mark.parametrize("world", [2, 3])
 def test_calls_are_known_again(ranks, world):
     ranks(world).run(calls_are_known_again, options=OPTIONS)
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_only_who_asks_gets_a_work(ranks, world):
+    ranks(world).run(only_who_asks_gets_a_work, options=OPTIONS)
 
 
 def test_streams_keep_the_order_of_calls(ranks):

@@ -145,7 +145,7 @@ def fronted():
 
 def test_the_profiler_shows_what_is_recorded():
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
-        fronted()([torch.ones(1)])
+        fronted()([torch.ones(1)], AllreduceOptions())
     assert "iris:all_reduce" in {event.key for event in profile.key_averages()}
 
 

@@ -256,7 +256,7 @@ class HierarchicalProcessGroup(WireMessages, process_group.IrisProcessGroup):
         wire = self._wires[device.type] = NcclWire(store, self.hosts, self._rank, self._timeout_s)
         return wire
 
-    def barrier(self, opts: Any = None) -> IrisWork:
+    def barrier(self, opts: Any = None) -> IrisWork | None:
         """Return when every rank has entered. See torch.distributed, and :meth:`IrisProcessGroup.barrier`."""
         device = self._bound_device or getattr(opts, "device", None)
         if device is not None and device.type == "cuda":

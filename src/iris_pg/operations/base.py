@@ -52,11 +52,11 @@ class Operations:
 
     def _repeat(
         self, known: tuple[DeviceTransport, DeviceOperation], outputs: list[Any], asynchronous: bool, keep: Any
-    ) -> IrisWork:
+    ) -> IrisWork | None:
         """Run an operation that has been run before at these addresses."""
         transport, operation = known
         work = transport.perform(operation, outputs, asynchronous, keep)
-        return self._coalesced(work) if asynchronous else work
+        return work and self._coalesced(work)
 
     def _offset(self, tensor: Tensor, nbytes: int) -> int | None:
         """Return the offset of ``nbytes`` at contiguous ``tensor`` in the symmetric heap, or None when they are not in
@@ -78,8 +78,9 @@ class Operations:
         keep: Any,
         after: Callable[[], Any] | None,
         seen: Hashable | None = None,
-    ) -> IrisWork:
-        """Run one operation; ``key`` is what all ranks agree on, ``local`` what else the flow depends on.
+    ) -> IrisWork | None:
+        """Run one operation; ``key`` is what all ranks agree on, ``local`` what else the flow depends on. Return its
+        work, but none of a synchronous one on a GPU: what follows on its stream need not wait, nor does the host.
 
         Args:
             seen: what all of it follows from, so that it need not be looked at again; from :func:`place`.
@@ -91,7 +92,7 @@ class Operations:
                 if len(self._known) >= _MOST_KNOWN:
                     self._known.clear()
                 self._known[seen] = transport, operation
-            return self._coalesced(work) if asynchronous else work
+            return work and self._coalesced(work)
         if not asynchronous:
             self.transport.run(key, local, flow, names, addresses)
             if after:
@@ -109,9 +110,21 @@ class Operations:
             self._coalescing.append(work)
         return work
 
-    def _all(self, works: list[IrisWork], outputs: list[Any]) -> IrisWork:
-        """Return a work that is done when all of ``works`` are."""
-        pending = [w for w in works if w.must_be_waited_for()]
+    def _work_on_gpu(self, outputs: Any, inputs: Any) -> IrisWork:
+        """Return the work of the synchronous operation that the current stream was told last; tensors, or lists of
+        them, which a rank that gets nothing may lack.
+        """
+        results = outputs if isinstance(outputs, list) else [outputs]
+        first: Any = results or inputs
+        while isinstance(first, list):
+            first = first[0] if first else inputs
+        return self._on(first.device).work(results or inputs)
+
+    def _all(self, works: Sequence[IrisWork | None], outputs: list[Any]) -> IrisWork | None:
+        """Return a work that is done when all of ``works`` are; None where those are of a GPU, and synchronous."""
+        if works and all(work is None for work in works):
+            return None
+        pending = [w for w in works if w is not None and w.must_be_waited_for()]
         if len(pending) > 1 and not all(isinstance(w, StreamWork) and w.is_in_line for w in pending):
             return Together(pending, outputs)
         return pending[-1].of(outputs) if pending else IrisWork(outputs)

@@ -23,7 +23,7 @@ class Exchanges(Operations):
 
     def alltoall_base(
         self, output: Tensor, input: Tensor, output_splits: Sequence[int], input_splits: Sequence[int], opts: Any = None
-    ) -> IrisWork:
+    ) -> IrisWork | None:
         """Send part p of ``input`` to rank p, and receive part p of ``output`` from it. See torch.distributed.
 
         Args:
@@ -63,7 +63,7 @@ class Exchanges(Operations):
         given = (device, key, local, flow, names, addresses, [output], asynchronous, keep, after, seen)
         return self._run(*given)
 
-    def alltoall(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> IrisWork:
+    def alltoall(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> IrisWork | None:
         """Send ``inputs[p]`` to rank p, and receive ``outputs[p]`` from it; sizes may differ. See torch.distributed."""
         op, rank, world = "all_to_all", self._rank, self._world
         if not inputs or not outputs:

@@ -2,7 +2,10 @@
 
 torch's own ProcessGroup takes an operation in two forms. In one, lists of tensors are followed by an object with
 options: so call torch.distributed and C++. In the other, which people use, tensors come alone, and the options are
-arguments. Without an object of options a call returns when the operation is done.
+arguments. Without an object of options a call returns when the operation is done, with its work.
+
+As with NCCL, a synchronous call that has such an object returns None where tensors are on a GPU: its stream is the
+current one, and making a work costs the host more than a microsecond. torch.distributed expects that.
 
 A tensor of a class of its own may have no memory. A FakeTensor stands for its shape: nothing is moved, and the work is
 done. An AsyncCollectiveTensor is waited for. Any other that wraps tensors (DTensor) is an error that says so.
@@ -62,13 +65,14 @@ def install(cls: Class) -> Class:
     return cls
 
 
-def _fronted(method: Callable[..., IrisWork], form: Form) -> Callable[..., IrisWork]:
+def _fronted(method: Callable[..., IrisWork | None], form: Form) -> Callable[..., IrisWork | None]:
     label, count, options, two = f"iris:{form.name}", form.count, form.options, form.tensors == 2
     last = count - 1
 
     @functools.wraps(method)
-    def call(self: Any, *args: Any, **named: Any) -> IrisWork:
-        if named or len(args) != count or (options and type(args[last]) is not options):
+    def call(self: Any, *args: Any, **named: Any) -> IrisWork | None:
+        is_usual = not named and len(args) == count and (not options or type(args[last]) is options)
+        if not is_usual:
             args = form.usual(*args, **named)
         if form.tensors and not (_is_plain(args[0]) and (not two or _is_plain(args[1]))):
             args, is_fake = _with_memory(form, args)
@@ -76,8 +80,10 @@ def _fronted(method: Callable[..., IrisWork], form: Form) -> Callable[..., IrisW
                 return IrisWork(args[0] if isinstance(args[0], list) else [args[0]])
         if profiler._is_profiler_enabled:
             with torch.profiler.record_function(label):
-                return method(self, *args)
-        return method(self, *args)
+                work = method(self, *args)
+        else:
+            work = method(self, *args)
+        return self._work_on_gpu(*args[:2]) if work is None and not is_usual else work
 
     return call
 

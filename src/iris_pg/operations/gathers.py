@@ -22,7 +22,7 @@ _PULLS = "out of the heap at"
 class Gathers(Operations):
     """all_gather in all its forms."""
 
-    def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> IrisWork:
+    def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> IrisWork | None:
         """Gather every rank's ``input`` [n...] into ``output`` [world * n...] or [world, n...]. See torch.distributed.
 
         Any layout is taken; a contiguous tensor is not copied. In place when ``input`` is this rank's part of
@@ -31,7 +31,7 @@ class Gathers(Operations):
         """
         return self._gather_into(output, input, is_asynchronous(opts))
 
-    def _gather_into(self, output: Tensor, input: Tensor, asynchronous: bool) -> IrisWork:
+    def _gather_into(self, output: Tensor, input: Tensor, asynchronous: bool) -> IrisWork | None:
         here, there = place(input), place(output)
         seen = here and there and ("all_gather_into_tensor", here, there)
         if seen and (known := self._known.get(seen)):
@@ -67,7 +67,9 @@ class Gathers(Operations):
         own = Copy(into + rank * n, here, n) if own_copy else None
         return Flow(op, tuple(sends), tuple(receives), own, to_all=True, zero_copy=pushes, pulls=pulls)
 
-    def all_gather_single_coalesced(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> IrisWork:
+    def all_gather_single_coalesced(
+        self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None
+    ) -> IrisWork | None:
         """Gather several tensors; the work is done when all are. See torch.distributed."""
         if len(outputs) != len(inputs):
             raise ArgumentError(
@@ -79,7 +81,7 @@ class Gathers(Operations):
         works = [self._gather_into(output, input, asynchronous) for output, input in zip(outputs, inputs, strict=True)]
         return works[0] if len(works) == 1 else self._all(works, outputs)
 
-    def allgather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None) -> IrisWork:
+    def allgather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None) -> IrisWork | None:
         """Gather every rank's tensor into a list of tensors; rank p's may have any size, the same on all ranks. See
         torch.distributed.
         """
@@ -120,7 +122,9 @@ class Gathers(Operations):
         asynchronous, keep = is_asynchronous(opts), (source, targets)
         return self._run(source.device, key, own_copy, flow, names, addresses, [into], asynchronous, keep, after)
 
-    def allgather_coalesced(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None) -> IrisWork:
+    def allgather_coalesced(
+        self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None
+    ) -> IrisWork | None:
         """Gather several tensors into lists: ``outputs[rank][i]`` gets rank's ``inputs[i]``. See torch.distributed."""
         works = [self.allgather([[row[i] for row in outputs]], [t], opts) for i, t in enumerate(inputs)]
         return self._all(works, outputs)

@@ -28,7 +28,7 @@ class Reductions(Gathers):
     the end, so all ranks get the same bits, and the same ones every time.
     """
 
-    def allreduce(self, tensors: list[Tensor], opts: Any = None) -> IrisWork:
+    def allreduce(self, tensors: list[Tensor], opts: Any = None) -> IrisWork | None:
         """Reduce in place, on all ranks. See torch.distributed."""
         tensor = self._only("all_reduce", tensors)
         there = place(tensor)
@@ -79,14 +79,14 @@ class Reductions(Gathers):
             tensor.copy_(whole.coalesce())
         return IrisWork([tensor])
 
-    def allreduce_coalesced(self, tensors: list[Tensor], opts: Any = None) -> IrisWork:
+    def allreduce_coalesced(self, tensors: list[Tensor], opts: Any = None) -> IrisWork | None:
         """Reduce several tensors in place; the work is done when all are. See torch.distributed."""
         for tensor in tensors:
             arguments.check_output("all_reduce", "tensor", tensor)
             reduction("all_reduce", _op(opts), tensor.dtype)
         return self._all([self.allreduce([tensor], opts) for tensor in tensors], tensors)
 
-    def reduce(self, tensors: list[Tensor], opts: Any = None) -> IrisWork:
+    def reduce(self, tensors: list[Tensor], opts: Any = None) -> IrisWork | None:
         """Reduce in place, on the root; other ranks' tensors stay as they are. See torch.distributed."""
         tensor, root = self._only("reduce", tensors), opts.rootRank if opts is not None else 0
         there = place(tensor)
@@ -116,7 +116,7 @@ class Reductions(Gathers):
         given = (source.device, key, is_in_place, flow, names, addresses, tensors, asynchronous, keep, after, seen)
         return self._run(*given)
 
-    def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any = None) -> IrisWork:
+    def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any = None) -> IrisWork | None:
         """Reduce ``input`` [world * n...] and give rank r part r of the result, in ``output`` [n...]. See
         torch.distributed. In place when ``output`` is this rank's part of ``input``.
         """
@@ -150,7 +150,7 @@ class Reductions(Gathers):
 
     def reduce_scatter_single_coalesced(
         self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None
-    ) -> IrisWork:
+    ) -> IrisWork | None:
         """Reduce and scatter several tensors; the work is done when all are. See torch.distributed."""
         op = "reduce_scatter_tensor"
         if len(outputs) != len(inputs):
@@ -161,7 +161,7 @@ class Reductions(Gathers):
         works = [self.reduce_scatter_single(o, i, opts) for o, i in zip(outputs, inputs, strict=True)]
         return self._all(works, outputs)
 
-    def reduce_scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any = None) -> IrisWork:
+    def reduce_scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any = None) -> IrisWork | None:
         """Reduce a list of tensors, and give rank r the result of the r-th; they may have any sizes. See
         torch.distributed.
         """

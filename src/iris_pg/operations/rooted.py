@@ -19,7 +19,7 @@ from iris_pg.work import IrisWork
 class Rooted(Operations):
     """broadcast, gather, scatter, barrier."""
 
-    def broadcast(self, tensors: list[Tensor], opts: Any = None) -> IrisWork:
+    def broadcast(self, tensors: list[Tensor], opts: Any = None) -> IrisWork | None:
         """Copy the root's tensor to all ranks. See torch.distributed."""
         op = "broadcast"
         tensor, root = self._only(op, tensors), opts.rootRank if opts is not None else 0
@@ -55,7 +55,7 @@ class Rooted(Operations):
         given = (target.device, key, None, flow, names, (address,), tensors, asynchronous, target, after, seen)
         return self._run(*given)
 
-    def gather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None) -> IrisWork:
+    def gather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None) -> IrisWork | None:
         """Gather every rank's tensor into the root's list; sizes may differ. See torch.distributed."""
         op = "gather"
         input, root = self._only(op, inputs), opts.rootRank if opts is not None else 0
@@ -84,7 +84,7 @@ class Rooted(Operations):
         outputs_ = [into] if rank == root else inputs
         return self._pairwise(flow, f"to rank {root}", input, into, outputs_, opts)
 
-    def scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any = None) -> IrisWork:
+    def scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any = None) -> IrisWork | None:
         """Send one tensor of the root's list to each rank; sizes may differ. See torch.distributed."""
         op = "scatter"
         output, root = self._only(op, outputs), opts.rootRank if opts is not None else 0
@@ -123,7 +123,7 @@ class Rooted(Operations):
 
     def _pairwise(
         self, flow: Flow, direction: str, tensor: Tensor, parts: list[Tensor], outputs: list[Any], opts: Any
-    ) -> IrisWork:
+    ) -> IrisWork | None:
         """Run gather or scatter: ``tensor`` is this rank's, ``parts`` the root's list."""
         contiguous = [dense(t) for t in (tensor, *parts)]
         written = zip(parts, contiguous[1:], strict=True) if flow.name == "gather" else [(tensor, contiguous[0])]
