@@ -135,11 +135,13 @@ class Call:
         if self.row.asynchronous:
             self.wait(work)
 
-    def wait(self, work: dist.Work | torch._C.Future, on_host: bool = False) -> None:
+    def wait(self, work: dist.Work | torch._C.Future | None, on_host: bool = False) -> None:
         """Wait for a work: by itself or by its future, alternating with the number of the row. ``on_host``: until it is
-        done, which the future of a CUDA operation does not wait for.
+        done, which the future of a CUDA operation does not wait for. A synchronous one may have none.
         """
-        if (
+        if work is None:
+            assert not self.row.asynchronous and self.device != CPU
+        elif (
             self.row.number % 4 < 2 or (on_host and self.device != CPU) or isinstance(work, torch._C.Future)
         ):  # torch's *_coalesced return futures
             work.wait()
