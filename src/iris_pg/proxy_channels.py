@@ -157,6 +157,11 @@ class KernelPuts:
             self.kernels.check(rank)
         super().quiet(to_rank, channel)  # type: ignore[misc]
 
+    def check(self, to_rank: int, channel: int) -> None:
+        """As the host's queues do, and of those of kernels."""
+        self.kernels.check(to_rank)
+        super().check(to_rank, channel)  # type: ignore[misc]
+
     def contexts(self) -> list[Context]:
         """Return what kernels need."""
         return self.kernels.contexts()

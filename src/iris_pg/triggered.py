@@ -202,7 +202,7 @@ class TriggeredPlan:
 
         Raises:
             DeadlineError: naming batches that were not published here, and ranks whose batches have not arrived.
-            ArgumentError: the plan is not armed. QueueError: a transfer failed. The plan has failed then.
+            ArgumentError: the plan is not armed. QueueError, DriverError: a transfer failed. The plan has failed then.
         """
         if self.state is not State.ARMED:
             raise ArgumentError(f"triggered: wait() of a plan that is {self.state.value}; arm() first {self._where()}")
@@ -278,6 +278,7 @@ class TriggeredPlan:
                 raise DeadlineError(f"triggered: after {limit_s} s {what} in epoch {self.epoch} {self._where()}")
             if now - looked > _LOOK_S:
                 looked = now
+                self._check()
                 lost = self._ctx._links.lost()
                 if lost and any(rank in lost for batch in self._senders for rank in batch):
                     time.sleep(0.1)  # it may have done its part before it went
@@ -289,6 +290,18 @@ class TriggeredPlan:
                 atomics().spin32(words[left[0]], _FULL, self.epoch, _FULL - self.epoch, _TURNS)
             else:
                 time.sleep(_PAUSE_S)
+
+    def _check(self) -> None:
+        """Raise what a queue has failed with: nothing more goes through it. Fails the plan."""
+        try:
+            for peer in self.peers:
+                self._ctx._engine("triggered", peer).check(peer, self._channel)
+        except IrisError as error:
+            what = self._missing()
+            self._fail()
+            if isinstance(error, DeadlineError):  # most likely of a gate
+                raise DeadlineError(f"triggered: {what} in epoch {self.epoch}; {error}") from error
+            raise
 
     def _closed(self) -> list[int]:
         """Return the batches that were not published here in this epoch."""

@@ -182,3 +182,31 @@ def is_late(rank, world):
 
 def test_a_batch_that_is_not_published_is_named(ranks):
     ranks(2).run(is_late)
+
+
+def fails_in_a_queue(rank, world):
+    from iris_pg.errors import DeadlineError, QueueError
+    from iris_pg.triggered import Send
+
+    with context() as ctx:
+        peer = (rank + 1) % world
+        a, b = ctx.zeros(N, dtype=torch.int64), ctx.zeros(N, dtype=torch.int64)
+        for error, text in ((QueueError("the wire is cut"), "^the wire is cut"), (DeadlineError("late"), "late$")):
+            channel = 1 if isinstance(error, QueueError) else 2
+            plan = ctx.triggered([[Send(a, peer, b)]], channel=channel)
+            plan.arm()
+            if rank == 0:
+                ctx._channels._queues[peer, channel].fail(error)
+                start = time.monotonic()
+                with pytest.raises(type(error), match=text) as caught:
+                    plan.wait(timeout_s=60)
+                assert time.monotonic() - start < 30 and plan.state.value == "failed"
+                if channel == 2:
+                    assert "batches [0] were not published on this rank" in str(caught.value)
+            else:
+                plan.abort()
+            ctx.barrier()
+
+
+def test_a_queue_that_has_failed_ends_a_wait_at_once(ranks):
+    ranks(2).run(fails_in_a_queue)

@@ -262,6 +262,9 @@ def waits_in_vain(rank, world, signature):
                 ctx.put(t, 1, wait_flag=flag, wait_value=1)
             with pytest.raises(ClosedError, match="the queue to rank 1 has failed before"):
                 ctx.put(t, 1)
+            with pytest.raises(DeadlineError):
+                ctx._channels.check(1, 0)
+            ctx._channels.check(0, 0)
             ctx.put(t, 0)
             ctx.put(t[:0], 0, signal_flag=flag)  # and lets the engine go on, so that its memory may go
             for queue in ctx._channels._queues:

@@ -145,9 +145,13 @@ def test_a_driver_call_that_fails_behind_a_gate_ends_its_queue(channels, monkeyp
     monkeypatch.setattr(cuda_streams, "address_of", lambda name: place)
     calls = [Poll(gate.data_ptr(), 1, in_host=True), copy_of(source, target), Count(target.data_ptr(), 9)]
     channels.submit("triggered", 1, 7, calls, False)
+    channels.check(1, 7)
     atomics().store64(gate.data_ptr(), 1)
     with pytest.raises(DriverError, match="a copy behind a gate failed: 700") as raised:
         channels.quiet(1, 7)
+    with pytest.raises(DriverError, match="a copy behind a gate failed: 700"):
+        channels.check(1, 7)
+    channels.check(0, 7)
     assert raised.value.status == 700 and not target.any()
     with pytest.raises(ClosedError, match="triggered: the queue to rank 1 on channel 7 has failed before"):
         channels.submit("triggered", 1, 7, calls, False)

@@ -85,6 +85,12 @@ class Channels:
                 raise queue.fault
             queue.drive(end)
 
+    def check(self, to_rank: int, channel: int) -> None:
+        """Raise what the queue to a rank has failed with, if it has. Does not wait."""
+        queue = self._queue("check", to_rank, channel)
+        if queue.fault:
+            raise queue.fault
+
     def contexts(self) -> list[Context]:
         """Return what device code needs to write into the queues of channel 0, by rank."""
         return [self._queues[peer, 0].ring.context for peer in range(self._heap.world)]

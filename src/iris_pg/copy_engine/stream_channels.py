@@ -134,6 +134,12 @@ class StreamChannels:
             if transfer:
                 self._finish(transfer, "quiet")
 
+    def check(self, to_rank: int, channel: int) -> None:
+        """Raise what the queue to a rank has failed with, if it has. Does not wait."""
+        queue = self._queues.get((to_rank, channel))
+        if queue and queue.fault:
+            raise queue.fault
+
     def close(self, error: IrisError) -> None:
         """Drop what waits for a flag, and end the thread. What is on a stream ends by itself."""
         self._closed, self._stop = error, True

@@ -93,6 +93,12 @@ class XioChannels:
         for queue, end in [(queue, queue.told) for queue in queues]:
             queue.wait(end)
 
+    def check(self, to_rank: int, channel: int) -> None:
+        """Raise what the queue to a rank has failed with, if it has. Does not wait."""
+        self._look(to_rank)
+        if fault := self._queues[to_rank].fault:
+            raise fault
+
     def contexts(self) -> list[Context]:
         """Return what device code needs to write into queues of its own to each rank, by rank."""
         made = [self._producers(device) for device in self._devices]
