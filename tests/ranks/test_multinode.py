@@ -356,11 +356,10 @@ def test_a_host_that_dies_is_named_at_once(mortal_ranks, letters, operation):
         assert seconds < 20 and again[2] < 10  # of 30
 
 
+@needs_time
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize(
-    ("letters", "operation"),
-    some(full=[(x, op) for x in ("ab", "aabb") for op in ("all_reduce", "barrier")]),
-)
+@pytest.mark.parametrize("letters", ["ab", "aabb"])
+@pytest.mark.parametrize("operation", ["all_reduce", "barrier"])
 def test_a_host_that_hangs_is_named_by_the_deadline(mortal_ranks, letters, operation):
     gone = [p for p, host in enumerate(letters) if host == letters[-1]]
     arguments = (letters, signal.SIGSTOP, operation, 3.0)
