@@ -153,15 +153,15 @@ class DeviceCopies:
             self._programs.popitem(last=False)
         return made, chunks
 
-    def send(self, peer: int, tag: int, address: int, nbytes: int, chunks: int, word: int) -> tuple[Prepared, int]:
-        """Return a message to ``peer``, ready, and how many chunks it has; ``chunks`` were sent to it before.
+    def send(self, peer: int, tag: int, address: int, nbytes: int, chunks: int, word: int) -> Prepared:
+        """Return a message to ``peer``, ready; ``chunks`` were sent to it before.
 
         Args:
             word: number of the word that says how many messages to it are done.
         """
         return self._message(message.send, "send", peer, tag, address, nbytes, chunks, word)
 
-    def receive(self, peer: int, tag: int, address: int, nbytes: int, chunks: int, word: int) -> tuple[Prepared, int]:
+    def receive(self, peer: int, tag: int, address: int, nbytes: int, chunks: int, word: int) -> Prepared:
         """Return the receipt of a message; as :meth:`send`."""
         return self._message(message.receive, "recv", peer, tag, address, nbytes, chunks, word)
 
@@ -175,14 +175,14 @@ class DeviceCopies:
         nbytes: int,
         chunks: int,
         word: int,
-    ) -> tuple[Prepared, int]:
+    ) -> Prepared:
         known: Hashable = (op, peer, tag, nbytes, chunks % MAIL_SLOTS, address)
-        setting = replace(self._setting(("message", tag), chunks % MAIL_SLOTS), pair_bytes=self.mail_bytes)
         prepared = self._prepared.get(known)
         if prepared is None:
-            made = program(setting, peer, Ref(self.rank, "tensor", 0), nbytes)
-            prepared = self._keep(known, self._prepare(made, ("tensor",), (address,), word))
-        return prepared, len(message.pieces(setting, nbytes))
+            setting = replace(self._setting(("message", tag), chunks % MAIL_SLOTS), pair_bytes=self.mail_bytes)
+            made, pieces = program(setting, peer, Ref(self.rank, "tensor", 0), nbytes), message.pieces(setting, nbytes)
+            prepared = self._keep(known, self._prepare(made, ("tensor",), (address,), word, chunks=len(pieces)))
+        return prepared
 
     def _setting(self, key: Key, slot: int, reduces: bool = False) -> Setting:
         return Setting(

@@ -74,7 +74,7 @@ class DeviceMessages:
         self,
         op: str,
         direction: str,
-        prepare: Callable[[int, int, int, int, int, int], tuple[Prepared, int]],
+        prepare: Callable[[int, int, int, int, int, int], Prepared],
         tensor: torch.Tensor,
         peer: int,
         tag: int,
@@ -99,8 +99,8 @@ class DeviceMessages:
                 )
             mail = self._mail_lane(op, peer)
             lane = mail.lane
-            prepared, chunks = prepare(peer, tag, tensor.data_ptr(), nbytes, mail.chunks, mail.word)
-            mail.chunks += chunks
+            prepared = prepare(peer, tag, tensor.data_ptr(), nbytes, mail.chunks, mail.word)
+            mail.chunks += prepared.chunks
             if captures:
                 self._capture(said, prepared, after, is_in_line=False)
                 return self.work(outputs, is_in_line=False)

@@ -69,16 +69,15 @@ class Setting:
             return made
         start, length = made.pop()
         if made and length <= self.tapered_from:  # little follows a whole slot: what is tapered is both
-            start, before = made.pop()
-            length += before
+            start, whole_slot = made.pop()
+            length += whole_slot
         if length <= self.tapered_from:
             return [*made, (start, length)]
         whole = sum(self.taper)
         line = LINE if length > 2 * whole * LINE else unit  # aligned memory moves faster
         before = 0
         for shares in itertools.accumulate(self.taper):
-            end = min(-(-shares * length // (whole * line)) * line, length)
-            end = min(end, before + most)
+            end = min(-(-shares * length // (whole * line)) * line, length, before + most)
             if before < end:
                 made.append((start + before, end - before))
             before = end
