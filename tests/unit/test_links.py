@@ -18,7 +18,7 @@ from iris_pg.errors import (
     PeerLostError,
     UnsupportedError,
 )
-from iris_pg.memory import sharing
+from iris_pg.memory import cards
 from iris_pg.memory.sharing import Links
 
 
@@ -302,7 +302,7 @@ def test_a_rank_that_dies_after_it_has_published_its_card(monkeypatch, doomed):
 
 def test_ranks_of_two_hosts(monkeypatch):
     hosts = iter(["here", "there"])
-    monkeypatch.setattr(sharing, "host_identity", lambda: next(hosts))
+    monkeypatch.setattr(cards, "host_identity", lambda: next(hosts))
     store = dist.HashStore()
     for rank, error in enumerate(Threads(2, lambda rank: Links(store, rank, 2, group="g", timeout_s=5)).join()):
         if isinstance(error, UnsupportedError):

@@ -10,7 +10,6 @@ because of an error sends the error, so its peers name the rank at fault and not
 from __future__ import annotations
 
 import array
-import contextlib
 import json
 import os
 import re
@@ -21,8 +20,8 @@ import struct
 import threading
 import time
 import weakref
-from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 from iris_pg.errors import (
     ArgumentError,
@@ -34,36 +33,17 @@ from iris_pg.errors import (
     UnsupportedError,
     where,
 )
+from iris_pg.memory.cards import Cards, Store, names_of
 
 _FRAME = struct.Struct("<IQ")  # kind, sequence number; the payload follows
 _HELLO, _EXCHANGE, _LEAVE = 0x49524953, 1, 2
 _MAX_FRAME = 1 << 16  # bytes; a SOCK_SEQPACKET message must fit the socket's buffer
 _MAX_FDS = 8  # descriptors in one frame
 _DEAD = select.POLLHUP | select.POLLERR | select.POLLRDHUP | select.POLLNVAL
-_MET, _GIVEN_UP = b"met", b"given up"  # what became of a try to make a group
 _PROBE_S = 0.1  # seconds between two looks at peers that have not connected yet
 _TOLD = {kind.__name__: kind for kind in (DeadlineError, MismatchError, PeerLostError, UnsupportedError)}
 
 _open_links: weakref.WeakSet[Links] = weakref.WeakSet()
-
-
-class Store(Protocol):
-    """The part of a c10d Store that set-up needs."""
-
-    def set(self, key: str, value: str) -> None:
-        """Give ``key`` a value."""
-
-    def get(self, key: str) -> bytes:
-        """Return the value of ``key``."""
-
-    def check(self, keys: list[str]) -> bool:
-        """Return whether all keys have a value."""
-
-    def add(self, key: str, amount: int) -> int:
-        """Add to the number that ``key`` holds, 0 at first, and return the sum."""
-
-    def compare_set(self, key: str, expected: str, desired: str) -> bytes:
-        """Give ``key`` a value if it has the expected one (an empty one: none); return what it has then."""
 
 
 class Message(NamedTuple):
@@ -71,18 +51,6 @@ class Message(NamedTuple):
 
     payload: dict[str, Any]
     fds: list[int]
-
-
-def host_identity() -> str:
-    """Return what makes two processes able to share memory and abstract sockets: boot id and network namespace."""
-    with open("/proc/sys/kernel/random/boot_id") as file:
-        boot = file.read().strip()
-    return f"{boot}/{os.stat('/proc/self/ns/net').st_ino}"
-
-
-def _names(ranks: Iterable[int]) -> str:
-    ranks = sorted(ranks)
-    return f"rank {ranks[0]}" if len(ranks) == 1 else "ranks " + ", ".join(map(str, ranks))
 
 
 class Links:
@@ -106,35 +74,32 @@ class Links:
         self.closed: str | None = None
         self._sockets: dict[int, socket.socket] = {}
         self._sequence = 0
-        self._number = 0  # of this group among those made on the store
         self._lock = threading.Lock()  # of the two below: a poll object serves one thread at a time
         self._poll = select.poll()
         self._rank_of: dict[int, int] = {}
         _open_links.add(self)
         if world > 1:
+            cards = Cards(store, rank, world, group=group, timeout_s=timeout_s)
             try:
-                self._connect(store)
+                self._connect(cards)
             except BaseException as error:
                 if isinstance(error, DeadlineError):
-                    self._withdraw(store)  # of any other error the peers learn as they dial
+                    cards.withdraw()  # of any other error the peers learn as they dial
                 self.close("set-up failed", error)
                 raise
 
     # Set-up -----------------------------------------------------------------------------------------------------------
 
-    def _connect(self, store: Store) -> None:
+    def _connect(self, all_cards: Cards) -> None:
         deadline = time.monotonic() + self.timeout_s
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
             address = f"iris_pg-{secrets.token_hex(8)}"
             listener.bind("\0" + address)
             listener.listen(2 * self.world)
             listener.setblocking(False)
-            card = dict(
-                address=address, token=secrets.token_hex(16), host=host_identity(), hostname=socket.gethostname()
-            )
             # 1. Nobody dials or answers before it holds the cards of all ranks, so a rank that never comes is waited
             #    for, and named, by all others. 2. A rank dials those before it and is answered by them.
-            cards = self._collect_cards(store, card, deadline)
+            cards = all_cards.collect(address, secrets.token_hex(16), deadline)
             self._dial(cards, deadline)
             next_probe = time.monotonic() + _PROBE_S
             while len(self._sockets) < self.world - 1:
@@ -144,67 +109,12 @@ class Links:
                 now = time.monotonic()
                 if now > deadline:
                     late = [p for p in range(self.world) if p != self.rank and p not in self._sockets]
-                    raise self._late(late, "connect")
+                    raise all_cards.late(late, "connect")
                 if now > next_probe:
                     self._probe(cards)
                     next_probe = now + _PROBE_S
                 if not progress:
                     _wait_readable(listener, min(deadline, next_probe) - now)
-
-    def _collect_cards(self, store: Store, mine: dict[str, str], deadline: float) -> list[dict[str, str]]:
-        """Publish this rank's card and return those of all ranks."""
-        # A store that served an earlier group holds its cards. Each rank numbers the groups that it makes on the store,
-        # and those with one number belong together. A rank whose peers are ahead (it failed before it came here, and
-        # they tried again) catches up. Whether the ranks of a number have met, or one of them has given up, the first
-        # to know writes down, once: so a rank that has given up, and perhaps tries again, is never waited for.
-        counter = f"links/number of rank {self.rank}"
-        number = store.add(counter, 1)
-        cards: dict[int, dict[str, Any]] = {}
-        pause = 0.0005
-        while True:
-            if self._number != number:
-                cards, self._number = {self.rank: mine}, number
-                store.set(f"links/{self.rank}", json.dumps({**mine, "number": number}))
-            before = len(cards)
-            for peer in range(self.world):
-                if peer in cards or not store.check([f"links/{peer}"]):
-                    continue
-                card = json.loads(store.get(f"links/{peer}"))
-                if card["number"] > number:
-                    number = store.add(counter, card["number"] - number)
-                    break
-                if card["number"] == number:
-                    self._check_host(peer, card, mine)
-                    cards[peer] = card
-            if number != self._number:
-                continue
-            if len(cards) == self.world:
-                if self._outcome(store, _MET) == _MET:
-                    return [cards[peer] for peer in range(self.world)]
-                number = store.add(counter, 1)
-            elif len(cards) == before:
-                if time.monotonic() > deadline:
-                    if self._outcome(store, _GIVEN_UP) == _GIVEN_UP:
-                        raise self._late([p for p in range(self.world) if p not in cards], "start")
-                time.sleep(pause)
-                pause = min(2 * pause, 0.02)
-
-    def _outcome(self, store: Store, seen: bytes) -> bytes:
-        """Write down what became of this number, unless another rank has; return what holds."""
-        return store.compare_set(f"links/outcome {self._number}", "", seen.decode())
-
-    def _withdraw(self, store: Store) -> None:
-        """Tell who comes later that this rank has given up."""
-        with contextlib.suppress(RuntimeError):  # the store may be what failed
-            store.set(f"links/outcome {self._number}", _GIVEN_UP.decode())
-
-    def _check_host(self, peer: int, card: dict[str, str], mine: dict[str, str]) -> None:
-        if card["host"] != mine["host"]:
-            raise UnsupportedError(
-                f"rank {self.rank} is on host {mine['hostname']} and rank {peer} on host {card['hostname']} (or in "
-                "another network namespace); the ranks of an iris group share memory and must be on one host; use one "
-                f"group per host, or another backend {self._where()}"
-            )
 
     def _dial(self, cards: list[dict[str, str]], deadline: float) -> None:
         """Connect to the ranks before this one."""
@@ -273,17 +183,11 @@ class Links:
                     except OSError:
                         pass  # its backlog is full: it lives
         if gone:
-            raise PeerLostError(f"{_names(gone)} died during set-up {self._where()}")
+            raise PeerLostError(f"{names_of(gone)} died during set-up {self._where()}")
 
     def pid(self, peer: int) -> int:
         """Return the process of ``peer``, by its number here; 0 when it has none here (another PID namespace)."""
         return _credentials(self._sockets[peer])[0]
-
-    def _late(self, ranks: Sequence[int], did_not: str) -> DeadlineError:
-        return DeadlineError(
-            f"{_names(ranks)} did not {did_not} within {self.timeout_s} s; every rank of the group must create it; "
-            f"raise timeout= if they need longer {self._where()}"
-        )
 
     def _add(self, peer: int, link: socket.socket) -> None:
         link.setblocking(True)
@@ -337,7 +241,7 @@ class Links:
             while waiting:
                 arrived = poll.poll(1000 * max(deadline - time.monotonic(), 0))
                 if not arrived:
-                    late = _names(waiting.values())
+                    late = names_of(waiting.values())
                     raise DeadlineError(f"{what}: {late} did not arrive within {self.timeout_s} s {self._where()}")
                 for fd, _ in arrived:
                     poll.unregister(fd)

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch.distributed as dist
 
 from iris_pg.errors import DeadlineError, MismatchError, PeerLostError, where
-from iris_pg.memory.sharing import host_identity
+from iris_pg.memory.cards import host_identity
 from iris_pg.multinode.hosts import Hosts
 from iris_pg.platforms.cpu import usable_cores
 
